@@ -1,0 +1,1 @@
+"""Pure functions on tensors: advantages, losses, KL estimators, packing. Needs torch."""

@@ -1,0 +1,267 @@
+"""Rows of a data set: where they come from, what shapes are understood, and errors that name the row.
+
+Understood without being told (by the columns of each row):
+
+====================  ==========================================================================================
+verl                  ``prompt`` (messages), ``reward_model.ground_truth``, ``data_source``, ``extra_info``
+raw GSM8K             ``question``, ``answer`` whose last line is ``#### <number>``
+TRL prompt-only       ``prompt`` (text or messages) and one of ``ground_truth``, ``solution``, ``answer``, ``label``
+====================  ==========================================================================================
+
+Anything else is described by `DataConfig.columns`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal, Self, cast
+
+from pydantic import Field, model_validator
+
+from xrl_lite.errors import ConfigError, DataError, did_you_mean
+from xrl_lite.settings import Settings
+
+GROUND_TRUTH_COLUMNS = ("ground_truth", "solution", "answer", "label")
+GSM8K_SOURCE = "openai/gsm8k"
+_FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class DataConfig(Settings):
+    """Where rows come from and how their columns are read. Give exactly one of `path`, `dataset` and `task`."""
+
+    path: Path | None = None
+    """File of rows: .jsonl, .json (a list) or .parquet."""
+
+    dataset: str | None = None
+    """Name of a data set for `datasets.load_dataset`, for example "openai/gsm8k" (needs xrl-lite[train])."""
+
+    dataset_config: str | None = None
+    """Configuration of that data set, for example "main"."""
+
+    task: str | None = None
+    """Name of a built-in synthetic task: sort_digits or addition."""
+
+    options: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Options of the synthetic task, for example {num_digits: 4}."""
+
+    split: str = "train"
+    """Split of a named data set, or "train" or "eval" of a synthetic task."""
+
+    num_rows: int | None = Field(default=None, gt=0)
+    """Use so many rows from the start; all when not given (a synthetic task makes 4096)."""
+
+    columns: dict[Literal["prompt", "ground_truth", "data_source", "agent_name"], str] = Field(
+        default_factory=dict[Literal["prompt", "ground_truth", "data_source", "agent_name"], str]
+    )
+    """Column that holds each part of a row, where the names are not one of the understood forms."""
+
+    data_source: str | None = None
+    """Data source of rows that do not name one; picks the judger branch."""
+
+    system_prompt: str | None = None
+    """System message put before prompts that have none."""
+
+    question_suffix: str = ""
+    """Text put behind the last user message, for example how to write the answer."""
+
+    seed: int = 0
+    """Seed of a synthetic task."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        given = [name for name in ("path", "dataset", "task") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"give exactly one of path, dataset and task, got {' and '.join(given) if given else 'none'}."
+            )
+        if self.path is not None and self.path.suffix not in _FILE_SUFFIXES:
+            raise ValueError(f"path must end in {', '.join(_FILE_SUFFIXES)}, got {str(self.path)!r}.")
+        return self
+
+    @property
+    def label(self) -> str:
+        """What to call this data in messages."""
+        return str(self.path or self.dataset or f"task {self.task}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One prompt with what is needed to judge answers to it."""
+
+    index: int
+    """Position in the data set, counted from 0."""
+    prompt: list[dict[str, Any]]
+    """Chat messages."""
+    ground_truth: Any
+    """The right answer, as the judger expects it."""
+    data_source: str | dict[str, Any] | None = None
+    """Routes answers to a judger branch."""
+    agent_name: str | None = None
+    """Agent loop for this row; None takes the task's."""
+    extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Every other column, and what verl keeps in ``extra_info``."""
+
+
+def load_rows(config: DataConfig) -> list[Row]:
+    """Read and check every row.
+
+    Raises:
+        DataError: the file is missing or broken, there is no row, or a row lacks a part; names row and column.
+    """
+    rows = [parse_row(raw, index, config) for index, raw in enumerate(_read(config))]
+    if not rows:
+        raise DataError(f"{config.label} has no rows. Give a data set with at least one.")
+    return rows
+
+
+def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:
+    """Read one row by the columns it has, or by `config.columns`.
+
+    Raises:
+        DataError: a part is missing or has the wrong shape.
+    """
+    place = f"{config.label}, row {index}"
+    prompt_column = config.columns.get("prompt") or ("prompt" if "prompt" in raw else "question")
+    prompt = _messages(_column(raw, prompt_column, place, "the prompt"), place, prompt_column)
+    truth, used = _ground_truth(raw, place, config)
+    source = raw.get(config.columns.get("data_source", "data_source")) or config.data_source
+    if source is None and {"question", "answer"} <= raw.keys() and "####" in str(raw["answer"]):
+        source = GSM8K_SOURCE
+    agent = raw.get(config.columns.get("agent_name", "agent_name"))
+    extra = {name: value for name, value in raw.items() if name not in {prompt_column, used, "extra_info"}}
+    extra |= cast("Mapping[str, Any]", raw.get("extra_info") or {})
+    return Row(
+        index=index,
+        prompt=_dress(prompt, config),
+        ground_truth=truth,
+        data_source=source,
+        agent_name=agent,
+        extra_info=extra,
+    )
+
+
+def _ground_truth(raw: Mapping[str, Any], place: str, config: DataConfig) -> tuple[Any, str]:
+    named = config.columns.get("ground_truth")
+    if named is not None:
+        return _present(_column(raw, named, place, "the ground truth"), place, named), named
+    reward_model = raw.get("reward_model")
+    if isinstance(reward_model, Mapping):
+        truth = cast("Mapping[str, Any]", reward_model).get("ground_truth")
+        return _present(truth, place, "reward_model.ground_truth"), "reward_model"
+    for column in GROUND_TRUTH_COLUMNS:
+        if column in raw:
+            value = _present(raw[column], place, column)
+            if column == "answer" and isinstance(value, str) and "####" in value:
+                value = _present(value.rsplit("####", 1)[1].strip().replace(",", ""), place, "answer (behind ####)")
+            return value, column
+    raise DataError(
+        f"{place}: there is no ground truth. Looked for reward_model.ground_truth and the columns "
+        f"{', '.join(GROUND_TRUTH_COLUMNS)}; the row has {', '.join(raw)}. "
+        f"Name the column with columns.ground_truth."
+    )
+
+
+def _present(value: Any, place: str, column: str) -> Any:
+    if value is None or value == "":
+        raise DataError(f"{place}: {column} is empty, so no answer can be judged. Fill it in or drop the row.")
+    return value
+
+
+def _column(raw: Mapping[str, Any], column: str, place: str, what: str) -> Any:
+    if column not in raw:
+        raise DataError(
+            f"{place}: there is no column {column!r} for {what}.{did_you_mean(column, raw)} "
+            f"The row has {', '.join(raw)}."
+        )
+    return raw[column]
+
+
+def _messages(prompt: Any, place: str, column: str) -> list[dict[str, Any]]:
+    if isinstance(prompt, str) and prompt.strip():
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping):
+        messages = [dict(cast("Mapping[str, Any]", message)) for message in cast("Iterable[Any]", prompt)]
+        if messages and all("role" in message and "content" in message for message in messages):
+            return messages
+    raise DataError(
+        f"{place}: {column} must be a text or a list of messages with role and content, got {str(cast('object', prompt))[:100]}."
+    )
+
+
+def _dress(messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:
+    if config.question_suffix:
+        *before, last = messages
+        messages = [*before, {**last, "content": f"{last['content']}{config.question_suffix}"}]
+    if config.system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": config.system_prompt}, *messages]
+    return messages
+
+
+def _read(config: DataConfig) -> Iterator[Mapping[str, Any]]:
+    if config.task is not None:
+        from xrl_lite.data.tasks import make_rows  # only synthetic runs need it
+
+        yield from make_rows(
+            config.task, split=_task_split(config.split), num_rows=config.num_rows or 4096, seed=config.seed, options=config.options
+        )
+        return
+    rows = _read_dataset(config) if config.path is None else _read_file(config.path)
+    for index, row in enumerate(rows):
+        if config.num_rows is not None and index >= config.num_rows:
+            return
+        yield row
+
+
+def _task_split(split: str) -> Literal["train", "eval"]:
+    if split not in ("train", "eval"):
+        raise DataError(f"A synthetic task has the splits 'train' and 'eval', got {split!r}.")
+    return split
+
+
+def _read_file(path: Path) -> Iterator[Mapping[str, Any]]:
+    if not path.is_file():
+        near = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
+        raise DataError(f"There is no file {path} (looked for {path.resolve()}).{did_you_mean(path.name, near)}")
+    if path.suffix == ".parquet":
+        yield from _optional("pyarrow.parquet", f"reading {path}").read_table(path).to_pylist()
+    elif path.suffix == ".json":
+        yield from _json(path.read_text(encoding="utf-8"), f"{path}", list)
+    else:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _json(line, f"{path}, line {number}", dict)
+
+
+def _json(text: str, place: str, kind: type) -> Any:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: not valid JSON ({error.msg} at character {error.pos}).") from error
+    if not isinstance(value, kind):
+        raise DataError(f"{place}: expected a JSON {'list' if kind is list else 'object'}, got {text[:60]!r}.")
+    return value
+
+
+def _read_dataset(config: DataConfig) -> Iterator[Mapping[str, Any]]:
+    datasets = _optional("datasets", f"loading {config.dataset}")
+    try:
+        yield from datasets.load_dataset(config.dataset, config.dataset_config, split=config.split)
+    except Exception as error:
+        raise DataError(
+            f"datasets.load_dataset({config.dataset!r}, {config.dataset_config!r}, split={config.split!r}) "
+            f"failed: {error}. Check the name and the network, or give a file with path."
+        ) from error
+
+
+def _optional(module: str, purpose: str) -> Any:
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{purpose} needs {module.split('.')[0]}. Install it with: pip install 'xrl-lite[train]'"
+        ) from error

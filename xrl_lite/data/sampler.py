@@ -1,0 +1,170 @@
+"""Draws prompts, epoch after epoch, as groups of attempts. Its whole state is three numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypedDict
+
+from pydantic import Field
+
+from xrl_lite.data.rollout_state import RolloutState
+from xrl_lite.data.rows import DataConfig, Row
+from xrl_lite.errors import DataError
+from xrl_lite.log import get_logger
+from xrl_lite.settings import Settings
+
+logger = get_logger(__name__)
+
+EncodePrompt = Callable[[list[dict[str, Any]]], list[int]]
+"""Chat messages -> prompt token ids, generation prompt included."""
+
+
+class SamplerConfig(Settings):
+    """Which rows are drawn, in what order, and how many attempts each gets."""
+
+    data: DataConfig
+    """The rows."""
+
+    prompt_repeat_k: int = Field(default=8, gt=0)
+    """Attempts per prompt: the group size."""
+
+    shuffle: bool = True
+    """Draw each epoch in an order of its own (from the run's seed); False keeps the order of the rows."""
+
+    max_prompt_tokens: int | None = Field(default=None, gt=0)
+    """Prompts longer than this are left out, and counted in the log; None takes all."""
+
+
+class SamplerState(TypedDict):
+    """Everything that is needed to go on exactly."""
+
+    epoch: int
+    position: int
+    num_groups: int
+
+
+class Sampler:
+    """Endless groups of INIT states. Same rows, seed and state: same groups.
+
+    Args:
+        rows: The rows.
+        encode: Renders and encodes a prompt.
+        group_size: Attempts per prompt.
+        seed: Seed of the order.
+        shuffle: New order each epoch.
+        max_prompt_tokens: Longer prompts are left out.
+        task_name: Stamped on every state.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        *,
+        encode: EncodePrompt,
+        group_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_prompt_tokens: int | None = None,
+        task_name: str | None = None,
+    ) -> None:
+        if not rows:
+            raise DataError("A sampler needs at least one row.")
+        self._rows = rows
+        self._encode = encode
+        self._group_size = group_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_prompt_tokens = max_prompt_tokens
+        self._task_name = task_name
+        self._epoch = 0
+        self._position = 0
+        self._num_groups = 0
+        self._order: list[int] = self._epoch_order()
+        self._left_out: set[int] = set()
+
+    def sample(self) -> list[RolloutState]:
+        """Return the next group.
+
+        Raises:
+            DataError: every prompt is longer than the limit.
+        """
+        while True:
+            row = self._next_row()
+            prompt_ids = self._encode(row.prompt)
+            if self._max_prompt_tokens is None or len(prompt_ids) <= self._max_prompt_tokens:
+                group = make_group(row, prompt_ids, self._num_groups, self._group_size, task_name=self._task_name)
+                self._num_groups += 1
+                return group
+            self._leave_out(row, len(prompt_ids))
+
+    def state_dict(self) -> SamplerState:
+        """Return the position, as values that JSON can hold."""
+        return {"epoch": self._epoch, "position": self._position, "num_groups": self._num_groups}
+
+    def load_state_dict(self, state: SamplerState) -> None:
+        """Go on from a position saved before."""
+        self._epoch, self._position, self._num_groups = state["epoch"], state["position"], state["num_groups"]
+        self._order = self._epoch_order()
+
+    @property
+    def epoch(self) -> int:
+        """How often all rows have been drawn."""
+        return self._epoch
+
+    def _next_row(self) -> Row:
+        if self._position == len(self._order):
+            self._epoch += 1
+            self._position = 0
+            self._order = self._epoch_order()
+        row = self._rows[self._order[self._position]]
+        self._position += 1
+        return row
+
+    def _epoch_order(self) -> list[int]:
+        order = list(range(len(self._rows)))
+        if self._shuffle:
+            random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
+        return order
+
+    def _leave_out(self, row: Row, num_tokens: int) -> None:
+        self._left_out.add(row.index)
+        if len(self._left_out) == 1:
+            logger.warning(
+                "row %d is left out: its prompt has %d tokens, max_prompt_tokens is %s (further rows: at debug level)",
+                row.index,
+                num_tokens,
+                self._max_prompt_tokens,
+            )
+        if len(self._left_out) == len(self._rows):
+            raise DataError(
+                f"All {len(self._rows)} prompts are longer than max_prompt_tokens={self._max_prompt_tokens}. Raise it."
+            )
+
+
+def make_group(
+    row: Row, prompt_ids: list[int], group_id: int, group_size: int, *, task_name: str | None = None
+) -> list[RolloutState]:
+    """Return `group_size` fresh attempts at one row; ids count up with the group."""
+    return [
+        RolloutState(
+            message=row.prompt,
+            group_id=group_id,
+            rollout_id=group_id * group_size + index,
+            prompt_ids=list(prompt_ids),
+            num_tokens=len(prompt_ids),
+            data_source=row.data_source,
+            reward_model={"ground_truth": row.ground_truth},
+            task_name=task_name,
+            extra_fields={**row.extra_info, "row": row.index},
+        )
+        for index in range(group_size)
+    ]
+
+
+def each_row_once(
+    rows: Sequence[Row], *, encode: EncodePrompt, group_size: int = 1, task_name: str | None = None
+) -> Iterator[list[RolloutState]]:
+    """Yield a group per row, in order: what evaluation runs on."""
+    for position, row in enumerate(rows):
+        yield make_group(row, encode(row.prompt), position, group_size, task_name=task_name)

@@ -1,0 +1,103 @@
+"""Every error xrl-lite raises, as one tree. Catch at the level you mean.
+
+::
+
+    XrlLiteError
+    ├── ConfigError (ValueError)         a setting, a file or a row is wrong; raised before anything costly starts
+    │   ├── UnknownNameError             a registered name that does not exist; lists what exists
+    │   └── DataError                    a data set is missing, empty, or a row lacks something
+    ├── PluginError                      user code named by a path cannot be loaded
+    ├── ResourceError (RuntimeError)     more CPU slots, memory or accelerators asked for than there are
+    ├── ActorError                       something about an actor or a call to it
+    │   ├── ActorTaskError               the call raised an exception that could not be carried over as itself
+    │   ├── ActorTimeoutError (TimeoutError)   the call ran longer than its limit; its process was replaced
+    │   ├── ActorDiedError               the process died; says how, and what it last wrote to stderr
+    │   ├── ActorUnavailableError        restarts are used up, or the actor was shut down
+    │   └── PayloadError (TypeError)     an argument or a result cannot be pickled; says where in the object
+    ├── JudgerError                      judging as a whole cannot go on (the first N judgements all failed)
+    ├── RolloutError                     generation failed for one request; becomes a FAILED sample
+    ├── WeightSyncError                  a replica did not end up with the weights it was sent
+    ├── CheckpointError                  a checkpoint cannot be written or read
+    └── RunError                         the run cannot go on; says why and what to do
+
+All of them pickle: an error may be raised in one process and read in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class XrlLiteError(Exception):
+    """Base of all errors that xrl-lite raises on purpose."""
+
+
+class ConfigError(XrlLiteError, ValueError):
+    """A setting is wrong. The message names the key, the value given and what is allowed."""
+
+
+class UnknownNameError(ConfigError):
+    """A name that nothing is registered under. The message lists what exists and the closest match."""
+
+
+class DataError(ConfigError):
+    """A data set cannot be used: missing, empty, or a row lacks a column."""
+
+
+class PluginError(XrlLiteError):
+    """User code that was named by a path cannot be loaded."""
+
+
+class ResourceError(XrlLiteError, RuntimeError):
+    """More was asked for than the machine has left. The message is a table of who holds what."""
+
+
+class ActorError(XrlLiteError):
+    """Something about an actor, or about a call to it."""
+
+
+class ActorTaskError(ActorError):
+    """The call raised, and its exception could not be carried to the caller as itself. Has the remote traceback."""
+
+
+class ActorTimeoutError(ActorError, TimeoutError):
+    """The call ran longer than its limit and was ended."""
+
+
+class ActorDiedError(ActorError):
+    """The actor's process died while the call was running."""
+
+
+class ActorUnavailableError(ActorError):
+    """No process will serve this call: restarts are used up, or the actor was shut down."""
+
+
+class PayloadError(ActorError, TypeError):
+    """An argument or a result cannot be pickled. The message gives the path inside the object."""
+
+
+class JudgerError(XrlLiteError):
+    """Judging as a whole cannot go on."""
+
+
+class RolloutError(XrlLiteError):
+    """Generation failed for one request."""
+
+
+class WeightSyncError(XrlLiteError):
+    """A replica did not end up with the weights that it was sent."""
+
+
+class CheckpointError(XrlLiteError):
+    """A checkpoint cannot be written or read."""
+
+
+class RunError(XrlLiteError):
+    """The run cannot go on."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the closest known name, or an empty string."""
+    close = get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

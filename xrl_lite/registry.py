@@ -1,0 +1,153 @@
+"""Names for components, and loading of user code by path.
+
+A registry is a table you can read: name -> import path. Nothing is imported until it is asked for, so looking at the
+table costs nothing, importing xrl_lite has no side effects, and a worker process loads only what it runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar, cast
+
+from xrl_lite.errors import PluginError, UnknownNameError, did_you_mean
+
+T = TypeVar("T")
+
+EXTERNAL_MODULES_VARIABLE = "XRL_LITE_USE_EXTERNAL_MODULES"
+PLUGIN_GROUP = "xrl_lite.plugins"
+
+
+class Registry(Generic[T]):
+    """Resolves a registered name, or a path of the form ``package.module:attr``, to a component.
+
+    Args:
+        seam: What the components are, for messages ("judger").
+        builtins: Built-in names and the import paths they stand for.
+    """
+
+    def __init__(self, seam: str, builtins: Mapping[str, str]) -> None:
+        self._seam = seam
+        self._table: dict[str, str | T] = dict(builtins)
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that registers a component of user code under `name`.
+
+        Raises:
+            PluginError: another component has the name already.
+        """
+
+        def decorate(component: T) -> T:
+            known = self._table.get(name)
+            if known is not None and known is not component:
+                raise PluginError(f"The {self._seam} name {name!r} is taken by {known!r}. Choose another name.")
+            self._table[name] = component
+            return component
+
+        return decorate
+
+    def resolve(self, name: str) -> T:
+        """Import and return the component behind `name`.
+
+        Raises:
+            UnknownNameError: nothing is registered under the name.
+            PluginError: the component cannot be imported.
+        """
+        if ":" in name and name not in self._table:
+            return cast("T", load_object(name))
+        entry = self._table.get(name)
+        if entry is None:
+            raise UnknownNameError(self._unknown(name))
+        if isinstance(entry, str):
+            return cast("T", load_object(entry))
+        return entry
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._table))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._table
+
+    def _unknown(self, name: str) -> str:
+        known = ", ".join(map(repr, self)) or "none"
+        return (
+            f"Unknown {self._seam} {name!r}.{did_you_mean(name, self._table)} Known: {known}. "
+            f"To use your own, give its path, for example 'my_package.my_module:name' or 'my_file.py:name'."
+        )
+
+
+def load_object(path: str) -> Any:
+    """Load ``"package.module:attr"`` or ``"some/file.py:attr"``; attr may have dots.
+
+    Raises:
+        PluginError: no such file, module or attribute, or the module raises on import.
+    """
+    module_name, _, attribute = path.rpartition(":")
+    if not module_name or not attribute:
+        raise PluginError(f"{path!r} is not a path to an object. Write 'package.module:name' or 'file.py:name'.")
+    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name, path)
+    found: Any = module
+    for part in attribute.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            names = [name for name in vars(module) if not name.startswith("_")]
+            raise PluginError(f"{module_name} has no {attribute!r}.{did_you_mean(part, names)}") from error
+    return found
+
+
+def load_plugins(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Import the user's modules, so that what they register exists in this process. Returns their names.
+
+    They are the modules named in ``XRL_LITE_USE_EXTERNAL_MODULES`` (comma-separated) and the entry points of group
+    ``xrl_lite.plugins``.
+
+    Raises:
+        PluginError: one of them cannot be imported; names it.
+    """
+    named = [name.strip() for name in environment.get(EXTERNAL_MODULES_VARIABLE, "").split(",")]
+    loaded = [name for name in named if name]
+    for name in loaded:
+        _import(name, f"{EXTERNAL_MODULES_VARIABLE}={name}")
+    for plugin in entry_points(group=PLUGIN_GROUP):
+        try:
+            plugin.load()
+        except Exception as error:
+            raise PluginError(f"The plug-in {plugin.name!r} ({plugin.value}) cannot be imported: {error!r}") from error
+        loaded.append(plugin.name)
+    return loaded
+
+
+def _import(module_name: str, asked: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:
+        raise PluginError(f"Cannot load {asked!r}: importing {module_name!r} raised {error!r}") from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    resolved = path.expanduser().resolve()
+    if not resolved.is_file():
+        raise PluginError(f"Cannot load {path}: there is no such file (looked for {resolved}).")
+    # one module per file: loading it twice must give the same classes
+    name = f"xrl_lite_user_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, resolved)
+    if spec is None or spec.loader is None:
+        raise PluginError(f"Cannot load {path}: it is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise PluginError(f"Cannot load {path}: running it raised {error!r}") from error
+    return module

@@ -1,0 +1,102 @@
+"""What every settings model has in common, and errors about settings that a person can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, cast, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from xrl_lite.errors import ConfigError, did_you_mean
+
+NESTED = "nested_settings"
+"""Type of the pydantic error that carries the errors of a model chosen by name while validating."""
+
+
+class Settings(BaseModel):
+    """Settings are read once, checked once and never changed: unknown keys fail, fields are frozen."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+
+def validate_chosen(choose: Callable[[Mapping[str, Any]], type[BaseModel]], value: Any) -> Any:
+    """Validate a mapping as the model that `choose` picks for it; anything else passes through unchanged.
+
+    For fields whose type depends on a name inside the value (``type: gsm8k``). Errors keep the path of each key.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    mapping = cast("Mapping[str, Any]", value)
+    try:
+        model = choose(mapping)
+    except ConfigError as error:
+        raise PydanticCustomError("config_error", "{reason}", {"reason": str(error)}) from error
+    try:
+        return model.model_validate({key: item for key, item in mapping.items() if key != "type"})
+    except ValidationError as error:
+        raise PydanticCustomError(
+            NESTED, "{count} errors", {"count": error.error_count(), "errors": error.errors(), "model": model}
+        ) from error
+
+
+def explain(error: ValidationError, model: type[BaseModel], *, where: str = "") -> ConfigError:
+    """Turn pydantic's report into sentences: the path of the key, what was given, what is allowed, the closest name."""
+    lines = [f"  {line}" for line in _explain_all(error.errors(), model, ())]
+    head = f"{where or model.__name__} has {len(lines)} setting{'s' if len(lines) > 1 else ''} that cannot be used:"
+    return ConfigError("\n".join([head, *lines]))
+
+
+def _explain_all(errors: list[ErrorDetails], model: type[BaseModel], prefix: tuple[int | str, ...]) -> Iterator[str]:
+    for detail in errors:
+        location = prefix + tuple(part for part in detail["loc"] if not _is_branch_label(part))
+        context = detail.get("ctx", {})
+        if detail["type"] == NESTED:
+            yield from _explain_all(context["errors"], context["model"], location)
+        else:
+            yield _explain_one(detail, model, location, len(prefix))
+
+
+def _explain_one(detail: ErrorDetails, model: type[BaseModel], location: tuple[int | str, ...], skip: int) -> str:
+    path = ".".join(str(part) for part in location) or "(top level)"
+    if detail["type"] == "extra_forbidden":
+        owner = _model_at(model, location[skip:-1])
+        known = sorted(owner.model_fields) if owner else []
+        name = str(location[-1])
+        allowed = f" Known here: {', '.join(known)}." if known else ""
+        return f"{path}: unknown setting.{did_you_mean(name, known)}{allowed}"
+    if detail["type"] == "missing":
+        return f"{path}: required, but not given."
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] in ("value_error", "config_error"):
+        return f"{path}: {message}"
+    given = repr(detail["input"])
+    return f"{path}: {message[0].lower()}{message[1:]}; got {given if len(given) < 120 else given[:117] + '...'}."
+
+
+def _is_branch_label(part: int | str) -> bool:
+    # pydantic names the member of a union or the validator in the location; no setting of ours has such a name
+    return isinstance(part, str) and (part[:1].isupper() or "[" in part or "-" in part)
+
+
+def _model_at(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
+    current: type[BaseModel] | None = model
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part) if current else None
+        current = next(_models_in(field.annotation), None) if field else None
+    return current
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models_in(inner)
