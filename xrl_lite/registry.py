@@ -69,6 +69,14 @@ class Registry(Generic[T]):
             return cast("T", load_object(entry))
         return entry
 
+    def name_of(self, component: type) -> str:
+        """Return the name a class is registered under, or its path if it is not."""
+        path = f"{component.__module__}:{component.__qualname__}"
+        for name, entry in self._table.items():
+            if entry is component or entry == path:
+                return name
+        return path
+
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._table))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from xrl_lite.errors import ConfigError, did_you_mean
@@ -24,6 +24,24 @@ class Settings(BaseModel):
         arbitrary_types_allowed=True,
         protected_namespaces=(),
     )
+
+
+def chosen_by_type(
+    choose: Callable[[str], type[BaseModel]], name_of: Callable[[type[BaseModel]], str], *, default: str
+) -> tuple[BeforeValidator, PlainSerializer]:
+    """Return annotations for a field whose class is named by ``type`` inside its value.
+
+    A mapping becomes the class that `choose` finds for its `type`; an object passes through. Dumps name the class in
+    `type`, so that they load again as the same object.
+    """
+
+    def validate(value: Any) -> Any:
+        return validate_chosen(lambda mapping: choose(str(mapping.get("type", default))), value)
+
+    def serialize(value: BaseModel | None) -> dict[str, Any] | None:
+        return None if value is None else {"type": name_of(type(value)), **value.model_dump(mode="json")}
+
+    return BeforeValidator(validate), PlainSerializer(serialize)
 
 
 def validate_chosen(choose: Callable[[Mapping[str, Any]], type[BaseModel]], value: Any) -> Any:

@@ -1,0 +1,85 @@
+"""Actors: objects that live in child processes of their own and are called through handles. Start at `ActorSystem`.
+
+::
+
+    async with ActorSystem(num_cpus=8) as system:
+        scorer = system.spawn(Scorer, config, name="judger/0", restart=RestartPolicy())
+        score = await scorer.score.options(timeout_s=5.0).remote(payload)
+
+Every call ends in exactly one of: its result; the exception it raised, as itself; `ActorTaskError` (an exception that does
+not pickle); `ActorTimeoutError`; `ActorDiedError`; `ActorUnavailableError`; ``CancelledError``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from xrl_lite.actors.actor import OnCancel
+from xrl_lite.actors.default import default_system, init, shutdown
+from xrl_lite.actors.faults import Fault, FaultPlan
+from xrl_lite.actors.future import CallFuture
+from xrl_lite.actors.handle import ActorHandle, ActorMethod
+from xrl_lite.actors.payload import SharedValue, share
+from xrl_lite.actors.pool import ActorPool
+from xrl_lite.actors.restart import RestartPolicy
+from xrl_lite.actors.system import ActorSystem
+
+if TYPE_CHECKING:
+    from xrl_lite.actors.resources import (
+        AcceleratorResourcesConfig,
+        CPUResourceManager,
+        CPUResourcesConfig,
+        Resources,
+        clear_cpu_resource_manager,
+        get_cpu_resource_manager,
+        register_cpu_resources,
+        set_cpu_resource_manager,
+        unregister_cpu_resources,
+    )
+
+_RESOURCES = (
+    "AcceleratorResourcesConfig",
+    "CPUResourceManager",
+    "CPUResourcesConfig",
+    "Resources",
+    "clear_cpu_resource_manager",
+    "get_cpu_resource_manager",
+    "register_cpu_resources",
+    "set_cpu_resource_manager",
+    "unregister_cpu_resources",
+)
+
+__all__ = [
+    "AcceleratorResourcesConfig",
+    "ActorHandle",
+    "ActorMethod",
+    "ActorPool",
+    "ActorSystem",
+    "CPUResourceManager",
+    "CPUResourcesConfig",
+    "CallFuture",
+    "Fault",
+    "FaultPlan",
+    "OnCancel",
+    "Resources",
+    "RestartPolicy",
+    "SharedValue",
+    "clear_cpu_resource_manager",
+    "default_system",
+    "get_cpu_resource_manager",
+    "init",
+    "register_cpu_resources",
+    "set_cpu_resource_manager",
+    "share",
+    "shutdown",
+    "unregister_cpu_resources",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # on demand, since the settings models need pydantic, which children and fork servers do without
+    if name in _RESOURCES:
+        from xrl_lite.actors import resources
+
+        return getattr(resources, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

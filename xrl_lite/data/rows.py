@@ -187,9 +187,8 @@ def _messages(prompt: Any, place: str, column: str) -> list[dict[str, Any]]:
         messages = [dict(cast("Mapping[str, Any]", message)) for message in cast("Iterable[Any]", prompt)]
         if messages and all("role" in message and "content" in message for message in messages):
             return messages
-    raise DataError(
-        f"{place}: {column} must be a text or a list of messages with role and content, got {str(cast('object', prompt))[:100]}."
-    )
+    given = str(cast("object", prompt))[:100]
+    raise DataError(f"{place}: {column} must be a text or a list of messages with role and content, got {given}.")
 
 
 def _dress(messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:
@@ -206,7 +205,11 @@ def _read(config: DataConfig) -> Iterator[Mapping[str, Any]]:
         from xrl_lite.data.tasks import make_rows  # only synthetic runs need it
 
         yield from make_rows(
-            config.task, split=_task_split(config.split), num_rows=config.num_rows or 4096, seed=config.seed, options=config.options
+            config.task,
+            split=_task_split(config.split),
+            num_rows=config.num_rows or 4096,
+            seed=config.seed,
+            options=config.options,
         )
         return
     rows = _read_dataset(config) if config.path is None else _read_file(config.path)

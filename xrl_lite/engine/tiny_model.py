@@ -55,6 +55,10 @@ CHAT_TEMPLATE = (
 """``<|user|>sort 4721<|end|><|assistant|>``; the response ends with ``<|end|>``, the tokenizer's end of sequence."""
 
 IGNORED = -100
+"""Target of a position that is not trained on."""
+
+PROBE_FROM = 0.8
+"""The warm-up measures its accuracy exactly once a batch reaches this share of the target."""
 
 
 def build_tiny_model(config: TinyModelConfig, cache_dir: Path, *, report: Callable[[str], None] = logger.info) -> Path:
@@ -160,45 +164,52 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = config.learning_rate * min(1.0, step / (config.ramp_steps + 1))
         batch = next(batches)
-        logits = model(input_ids=inputs[batch], use_cache=False).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), targets[batch].flatten(), ignore_index=IGNORED)
+        nll = response_nll(model, inputs[batch], targets[batch])
+        loss = nll.sum() / (targets[batch] != IGNORED).sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % config.eval_every == 0:
-            accuracy = sampled_accuracy(model, probe_inputs, probe_targets)
-            if accuracy >= config.target_accuracy:
-                report(f"warm-up: step {step}, loss {loss.item():.3f}, sampled accuracy {accuracy:.3f}; done")
-                model.eval()
-                return accuracy
+        batch_accuracy = torch.exp(-nll.detach()).mean().item()
         if step % 20 == 0:
-            report(f"warm-up: step {step}, loss {loss.item():.3f}, sampled accuracy {accuracy:.3f}")
+            report(f"warm-up: step {step}, loss {loss.item():.3f}, sampled accuracy {batch_accuracy:.3f} in the batch")
+        # the batch is a rough measure that costs nothing, and says when the exact one is worth its price
+        if batch_accuracy < PROBE_FROM * config.target_accuracy:
+            continue
+        accuracy = sampled_accuracy(model, probe_inputs, probe_targets)
+        if accuracy >= config.target_accuracy:
+            report(f"warm-up: finished at step {step}, sampled accuracy {accuracy:.3f}")
+            model.eval()
+            return accuracy
     raise RunError(
         f"The warm-up on task {config.task!r} reached a sampled accuracy of {accuracy:.3f} in {config.max_steps} steps, short of "
         f"the target of {config.target_accuracy}. Raise warm_up.max_steps, make the model larger, or lower the target."
     )
 
 
-@torch.inference_mode()
-def sampled_accuracy(model: PreTrainedModel, inputs: Tensor, targets: Tensor) -> float:
-    """Return how often a response sampled at temperature 1 would be the right one, exactly, without sampling.
-
-    That is the mean probability of the right response: exp of the sum of the log-probabilities of its tokens.
+def response_nll(model: PreTrainedModel, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return minus the log-probability of each row's response, in nats, [rows].
 
     Args:
         model: The policy.
         inputs: Token ids, [rows, tokens].
         targets: The next token where it belongs to the response, else -100; [rows, tokens].
     """
-    correct = 0.0
-    for input_part, target_part in zip(inputs.split(256), targets.split(256), strict=True):
-        logits = model(input_ids=input_part, use_cache=False).logits
-        nll = functional.cross_entropy(
-            logits.flatten(0, 1).float(), target_part.flatten(), ignore_index=IGNORED, reduction="none"
-        )
-        correct += torch.exp(-nll.view_as(target_part).sum(dim=1)).sum().item()
-    return correct / len(inputs)
+    first = int((targets != IGNORED).any(dim=0).nonzero()[0])  # no logits for columns that hold only prompts
+    logits = model(input_ids=inputs, use_cache=False, logits_to_keep=inputs.shape[1] - first).logits
+    kept = targets[:, first:]
+    nll = functional.cross_entropy(logits.flatten(0, 1), kept.flatten(), ignore_index=IGNORED, reduction="none")
+    return nll.view_as(kept).sum(dim=1)
+
+
+@torch.no_grad()
+def sampled_accuracy(model: PreTrainedModel, inputs: Tensor, targets: Tensor) -> float:
+    """Return how often a response sampled at temperature 1 would be the right one: exactly, and without sampling.
+
+    That is the mean probability of the right response. Arguments as for `response_nll`.
+    """
+    parts = zip(inputs.split(256), targets.split(256), strict=True)
+    return torch.cat([torch.exp(-response_nll(model, *part)) for part in parts]).mean().item()
 
 
 def encode_rows(

@@ -43,9 +43,6 @@ class WarmUpConfig(Settings):
     max_steps: int = Field(default=400, gt=0)
     """Give up after so many steps: settings that need more do not suit the task."""
 
-    eval_every: int = Field(default=2, gt=0)
-    """Steps between two measurements of the accuracy."""
-
     num_probe_rows: int = Field(default=512, gt=0)
     """Train rows that are left out of the warm-up; the accuracy is measured on them."""
 
@@ -74,7 +71,7 @@ class TinyModelConfig(Settings):
     tie_word_embeddings: bool = False
     """Use the embedding matrix as the output matrix too."""
 
-    initializer_range: float = Field(default=0.02, gt=0)
+    initializer_range: float = Field(default=0.06, gt=0)
     """Standard deviation of the initial weights."""
 
     seed: int = 0

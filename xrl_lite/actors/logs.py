@@ -1,0 +1,63 @@
+"""Where a child's output goes: straight into a file, so that no amount of it can block anybody."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+TAIL_LINES = 50
+_TAIL_BYTES = 64 * 1024
+
+
+class ActorLog:
+    """The output of all incarnations of one actor. Without a folder it is a file without a name, gone with the actor."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self.path = folder / f"{safe_name(name)}.log" if folder is not None else None
+        flags = os.O_APPEND | os.O_RDWR
+        if self.path is None:
+            self.fd = _nameless_file()
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.fd = os.open(self.path, flags | os.O_CREAT, 0o644)
+        self._start = self.size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the file."""
+        return os.fstat(self.fd).st_size
+
+    def begin(self) -> None:
+        """A new incarnation starts: what was written before is not part of its last lines."""
+        self._start = self.size_bytes
+
+    def tail(self, *, since: int | None = None) -> str:
+        """Return the last lines of this incarnation, or of what was written after position `since`."""
+        end = self.size_bytes
+        start = max(self._start if since is None else since, end - _TAIL_BYTES, 0)
+        text = os.pread(self.fd, end - start, start).decode("utf-8", "replace")
+        return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def safe_name(name: str) -> str:
+    """Turn an actor's name into a relative path: ``judger/0`` stays a folder and a file, nothing leads out of it."""
+    parts = [re.sub(r"[^\w.#:=+-]", "_", part) for part in name.split("/")]
+    return "/".join(part for part in parts if part.strip(".")) or "actor"
+
+
+def _nameless_file() -> int:
+    folder = tempfile.gettempdir()
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_APPEND, 0o600)
+    except OSError:  # not every file system has it
+        fd, name = tempfile.mkstemp(prefix="xrl-lite-", dir=folder)
+        os.unlink(name)
+        return fd

@@ -1,0 +1,237 @@
+"""Turns objects into bytes and back: pickle protocol 5 for data, cloudpickle for code, segments for large buffers.
+
+``pack`` runs in the process and thread that sends, so an object that cannot be pickled is refused right there.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import threading
+from collections import ChainMap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+import cloudpickle
+from cloudpickle import cloudpickle as cloudpickle_impl
+
+from xrl_lite.actors.culprit import locate
+from xrl_lite.actors.segments import THRESHOLD_BYTES, Segment
+from xrl_lite.actors.tensors import DispatchTable, tensor_reducers
+from xrl_lite.errors import PayloadError
+
+_PROTOCOL = 5
+_PLACE = struct.Struct("<QQ")
+_TABLE = struct.Struct("<QI")
+_STACK_GLOBAL = 0x93
+_UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError, NotImplementedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickled object, ready to be sent any number of times."""
+
+    body: bytes
+    """The pickle itself; or, where `own_segment`, the place of the table inside the segment."""
+
+    segments: tuple[Segment, ...] = ()
+    """Shared memory that goes along: the object's own first, then that of `SharedValue`s inside it."""
+
+    own_segment: bool = False
+    """Whether the pickle and its large buffers lie in the first segment."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that this payload occupies."""
+        return len(self.body) + sum(segment.size_bytes for segment in self.segments)
+
+
+class SharedValue:
+    """An object that was pickled once and may be sent to any number of actors without another copy.
+
+    Make one with `share`. Pass it as an argument, or return it from a method: only a descriptor travels. `get` gives the
+    object back; its tensors and arrays lie in shared memory, and writing to them changes only the reader's own copy.
+    """
+
+    def __init__(self, packed: Packed) -> None:
+        self._packed = packed
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of shared memory behind the value."""
+        return self._packed.size_bytes
+
+    def get(self) -> Any:
+        """Return the object. Each call gives new views of the same memory."""
+        return unpack(self._packed)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        collected = _travelling.collected
+        if collected is None:
+            raise pickle.PicklingError("a SharedValue can only be sent through an actor's call or result")
+        first = len(collected)
+        collected.extend(self._packed.segments)
+        return _shared_value, (self._packed.body, first, len(self._packed.segments), self._packed.own_segment)
+
+
+def share(value: object) -> SharedValue:
+    """Pickle `value` once, so that it can be sent to many actors, or sent on, without copying it again."""
+    return SharedValue(pack(value, name="value"))
+
+
+class _Travelling(threading.local):
+    """The segments that go with the payload which this thread is packing or unpacking."""
+
+    collected: list[Segment] | None = None
+    received: tuple[Segment, ...] = ()
+
+
+_travelling = _Travelling()
+
+
+def _shared_value(body: bytes, first: int, count: int, own_segment: bool) -> SharedValue:
+    segments = _travelling.received[first : first + count]
+    return SharedValue(Packed(body, segments, own_segment))
+
+
+def pack(value: object, *, name: str, names: Callable[[], Mapping[str, object]] | None = None, code: bool = False) -> Packed:
+    """Pickle `value`.
+
+    Args:
+        value: What to pickle.
+        name: What an error calls the value.
+        names: Gives the parts of `value` by the names an error should use (parameter names of a call).
+        code: The value holds classes or functions to be carried by value, so start with cloudpickle.
+
+    Raises:
+        PayloadError: something in it cannot be pickled; the message says where.
+    """
+    buffers: list[memoryview] = []
+    outer = _travelling.collected
+    _travelling.collected = collected = []
+    try:
+        data = _dumps(value, buffers, code=code)
+    except _UNPICKLABLE as error:
+        _refuse(error, names() if names is not None else {name: value})
+    finally:
+        _travelling.collected = outer
+    if not buffers and len(data) <= THRESHOLD_BYTES:
+        return Packed(data, tuple(collected))
+    segment, places = Segment.write([memoryview(data), *buffers])
+    table = b"".join(_PLACE.pack(*place) for place in places)
+    return Packed(_append(segment, table, len(places)), (segment, *collected), own_segment=True)
+
+
+def _append(segment: Segment, table: bytes, count: int) -> bytes:
+    os.pwrite(segment.fd, table, segment.size_bytes)
+    body = _TABLE.pack(segment.size_bytes, count)
+    segment.size_bytes += len(table)
+    return body
+
+
+def unpack(packed: Packed) -> Any:
+    """Return the object. Large buffers in it are views of shared memory, private to this process."""
+    outer = _travelling.received
+    try:
+        if not packed.own_segment:
+            _travelling.received = packed.segments
+            return pickle.loads(packed.body)
+        _travelling.received = packed.segments[1:]
+        memory = packed.segments[0].view()
+        start, count = _TABLE.unpack(packed.body)
+        places = [_PLACE.unpack_from(memory, start + index * _PLACE.size) for index in range(count)]
+        parts = [memory[offset : offset + length] for offset, length in places]
+        return pickle.loads(parts[0], buffers=parts[1:])
+    finally:
+        _travelling.received = outer
+
+
+class _DataPickler(pickle.Pickler):
+    dispatch_table = DispatchTable()
+
+
+class _CodePickler(cloudpickle.Pickler):
+    pass
+
+
+def _learn_tensors() -> bool:
+    table = _DataPickler.dispatch_table
+    if not table:
+        table.update(reducers := tensor_reducers())
+        if reducers:
+            base = cast("Any", cloudpickle.Pickler).dispatch_table
+            cast("Any", _CodePickler).dispatch_table = ChainMap(dict(reducers), base)
+    return bool(table)
+
+
+@dataclass(slots=True)
+class _Out:
+    """Takes the buffers that travel outside the pickle."""
+
+    buffers: list[memoryview] = field(default_factory=list[memoryview])
+
+    def take(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < THRESHOLD_BYTES:
+            return True
+        self.buffers.append(raw)
+        return False
+
+
+def _dumps(value: object, buffers: list[memoryview], *, code: bool) -> bytes:
+    if not code and not cloudpickle_impl.list_registry_pickle_by_value():
+        try:
+            return _dump_data(value, _Out(buffers).take)
+        except _UNPICKLABLE:
+            buffers.clear()
+        except _RefersToMain:
+            buffers.clear()
+        if _travelling.collected is not None:
+            _travelling.collected.clear()
+    _learn_tensors()
+    file = io.BytesIO()
+    _CodePickler(file, _PROTOCOL, buffer_callback=_Out(buffers).take).dump(value)
+    return file.getvalue()
+
+
+class _RefersToMain(Exception):
+    """The pickle names something in ``__main__``, which is another module in the process that reads it."""
+
+
+def _dump_data(value: object, take: Callable[[pickle.PickleBuffer], bool]) -> bytes:
+    if _learn_tensors():
+        file = io.BytesIO()
+        _DataPickler(file, _PROTOCOL, buffer_callback=take).dump(value)
+        data = file.getvalue()
+    else:
+        data = pickle.dumps(value, _PROTOCOL, buffer_callback=take)
+    # looking for one byte first: it is ten times faster than looking for the word, and plain data has no such byte
+    if _STACK_GLOBAL in data and b"__main__" in data:
+        raise _RefersToMain
+    return data
+
+
+def pickles(value: object) -> bool:
+    """Whether `value` could be sent."""
+    outer = _travelling.collected
+    _travelling.collected = []
+    try:
+        _dumps(value, [], code=False)
+    except Exception:  # noqa: BLE001 whatever a user's __reduce__ raises means no
+        return False
+    finally:
+        _travelling.collected = outer
+    return True
+
+
+def _refuse(error: Exception, parts: Mapping[str, object]) -> NoReturn:
+    name = next((name for name, part in parts.items() if not pickles(part)), next(iter(parts), "value"))
+    path, culprit = locate(parts.get(name), name, pickles)
+    kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
+    raise PayloadError(
+        f"{path} cannot be sent to another process: {kind} does not pickle ({error}). Leave it out, or make it inside the "
+        f"actor, or give its class __getstate__ and __setstate__ that do without it."
+    ) from error

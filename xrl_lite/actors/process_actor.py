@@ -1,0 +1,528 @@
+"""Supervises one actor of the process backend: its queue, its calls, its child, the child's successor.
+
+::
+
+    queue ──(a slot is free)──> with the child ──(reply)──> done
+      ^                              │
+      └──(child died, call had not begun, or may be retried)
+
+    STARTING ──constructed──> UP ──child died──> PAUSE ──(back-off over)──> STARTING
+        └──constructor raised──> DOWN <──restarts used up, stopped──┘
+
+Waiting:
+    a call waits for    a slot with the child, then its reply
+    and is woken by     the reply; the end of the child; its time limit; stop
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from xrl_lite.actors.actor import (
+    ENDINGS,
+    ActorSpec,
+    Call,
+    CallCounts,
+    DeathCallback,
+    died_error,
+    timeout_error,
+    unavailable_error,
+)
+from xrl_lite.actors.child import Child, Death
+from xrl_lite.actors.failure import unpack_failure
+from xrl_lite.actors.forkserver import ForkServer, module_path
+from xrl_lite.actors.future import CallFuture
+from xrl_lite.actors.hub import Hub
+from xrl_lite.actors.logs import ActorLog
+from xrl_lite.actors.machine import private_bytes
+from xrl_lite.actors.payload import unpack
+from xrl_lite.actors.restart import RestartBudget
+from xrl_lite.actors.slots import MethodKind
+from xrl_lite.actors.wire import EMPTY, Frame, Kind
+from xrl_lite.actors.zygote import DUMP_SIGNAL, INTERRUPT_SIGNAL, THREAD_VARIABLES, ForkRequest
+from xrl_lite.errors import ActorDiedError
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+PREFETCH = 64
+"""Calls that are sent ahead of the running ones, so that a fast method never waits for the driver."""
+
+CONSTRUCTOR = "__init__"
+
+_INTERRUPT_GRACE_S = 1.0
+_ASYNC_GRACE_S = 5.0
+_MEMORY_EVERY_S = 0.1
+_EXIT_AT_LEAST_S = 1.0
+_KILL_WITHIN_S = 5.0
+
+_tokens = itertools.count(1)
+
+
+class State(Enum):
+    """What an actor is doing."""
+
+    STARTING = "starting"
+    UP = "up"
+    PAUSE = "pause"
+    DOWN = "down"
+
+
+class ProcessActor:
+    """One actor. Public methods may be called from any thread; all others run in the hub."""
+
+    def __init__(
+        self,
+        spec: ActorSpec,
+        *,
+        hub: Hub,
+        server: Callable[[], ForkServer],
+        log_dir: Path | None,
+        seed: int,
+        heartbeat_timeout_s: float,
+        on_down: Callable[[], None],
+    ) -> None:
+        self._spec = spec
+        self._hub = hub
+        self._server = server
+        self._log_dir = log_dir
+        self._seed = seed
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._on_down = on_down
+        self._log: ActorLog | None = None
+        self._budget = RestartBudget(spec.restart)
+        self._state = State.STARTING
+        self._stopping = False
+        self._child: Child | None = None
+        self._incarnation = 0
+        self._constructed_once = False
+        self._queue: deque[Call] = deque()
+        self._running: dict[int, Call] = {}
+        self._timers: dict[Call, asyncio.TimerHandle] = {}
+        self._watch_timer: asyncio.TimerHandle | None = None
+        self._last_death = ""
+        self._final_error: Callable[[], BaseException] | None = None
+        self._ready_waiters: list[CallFuture[None]] = []
+        self._idle_waiters: list[asyncio.Future[None]] = []
+        self._gone = asyncio.Event()
+        self._death_callbacks: list[DeathCallback] = []
+        self._counts = CallCounts()
+        self._submitted = 0
+        self._ended = 0
+        self._lock = threading.Lock()
+        hub.post(self._start_child)
+
+    @property
+    def spec(self) -> ActorSpec:
+        return self._spec
+
+    @property
+    def pid(self) -> int | None:
+        child = self._child
+        return child.pid if child is not None and child.alive else None
+
+    @property
+    def restarts(self) -> int:
+        return max(0, self._incarnation - 1)
+
+    @property
+    def pending(self) -> int:
+        return self._submitted - self._ended
+
+    @property
+    def is_up(self) -> bool:
+        return self._state is State.UP
+
+    @property
+    def is_down(self) -> bool:
+        return self._state is State.DOWN or self._stopping
+
+    def submit(self, call: Call) -> None:
+        if self._final_error is not None:
+            call.future.set_exception(self._final_error())
+            return
+        with self._lock:
+            self._submitted += 1
+        self._hub.post(self._accept, call)
+
+    def cancel(self, call: Call) -> None:
+        self._hub.post(self._cancel, call)
+
+    def ready(self) -> CallFuture[None]:
+        future: CallFuture[None] = CallFuture(f"ready() of actor {self._spec.name!r}")
+        if self._final_error is not None:
+            future.set_exception(self._final_error())
+            return future
+        self._hub.post(self._wait_ready, future)
+        return future
+
+    def stop(self, grace_s: float) -> CallFuture[None]:
+        label = f"stop() of actor {self._spec.name!r}"
+        if self._gone.is_set():
+            done: CallFuture[None] = CallFuture(label)
+            done.set_result(None)
+            return done
+        return self._hub.run(self.end(grace_s), label)
+
+    def kill(self) -> None:
+        self._hub.post(self._go_down, lambda: unavailable_error(self._spec, "it was killed by its owner"))
+
+    def on_death(self, callback: DeathCallback) -> None:
+        self._death_callbacks.append(callback)
+
+    def statistics(self) -> dict[str, Any]:
+        return {
+            "name": self._spec.name,
+            "state": "stopping" if self._stopping and self._state is not State.DOWN else self._state.value,
+            "pid": self.pid,
+            "restarts": self.restarts,
+            "pending": self.pending,
+            "running": len(self._running),
+            "last_death": self._last_death,
+            **{f"num_{ending}": self._counts[ending] for ending in ENDINGS},
+        }
+
+    def dump_stacks(self) -> tuple[ActorLog, int] | None:
+        """Make the child write the stacks of its threads; return its log and where in it they begin."""
+        child, log = self._child, self._log
+        if child is None or child.pid is None or log is None:
+            return None
+        position = log.size_bytes
+        child.signal(DUMP_SIGNAL)
+        return log, position
+
+    # ---------------------------------------------------------------- children
+
+    def _start_child(self) -> None:
+        if self._stopping or self._state is State.DOWN:
+            return
+        self._state = State.STARTING
+        if self._log is None:
+            self._log = ActorLog(self._log_dir, self._spec.name)
+        self._log.begin()
+        self._incarnation += 1
+        self._child = Child(
+            self._hub,
+            self._server(),
+            self._fork_request(),
+            self._log.fd,
+            on_frame=self._on_frame,
+            on_death=self._on_death,
+        )
+        limit = self._spec.start_timeout_s
+        construction = Call(CONSTRUCTOR, self._spec.construction, CallFuture(CONSTRUCTOR), timeout_s=limit)
+        self._send(self._child, construction, Kind.INIT)
+        self._watch()
+
+    def _fork_request(self) -> ForkRequest:
+        spec = self._spec
+        threads = dict.fromkeys(THREAD_VARIABLES, str(spec.num_threads))
+        return ForkRequest(
+            token=next(_tokens),
+            name=spec.name,
+            incarnation=self._incarnation,
+            num_slots=spec.max_concurrency + PREFETCH,
+            max_concurrency=spec.max_concurrency,
+            num_threads=spec.num_threads,
+            environment={**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", **spec.env},
+            working_directory=os.getcwd(),
+            module_path=module_path(),
+            seed=self._seed,
+        )
+
+    def _constructed(self) -> None:
+        self._state = State.UP
+        self._constructed_once = True
+        waiters, self._ready_waiters = self._ready_waiters, []
+        for waiter in waiters:
+            waiter.set_result(None)
+
+    def _constructor_failed(self, child: Child, make_error: Callable[[], BaseException]) -> None:
+        if self._constructed_once:
+            child.kill(f"its constructor failed when it was restarted: {make_error()!r}")
+        else:
+            self._go_down(make_error)
+
+    def _on_death(self, child: Child, death: Death) -> None:
+        self._child = None
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
+        begun = self._take_back(child)
+        error = self._died_error(death, begun)
+        for call in reversed(begun):
+            self._retry_or_fail(call, error)
+        if self._stopping or self._state is State.DOWN:
+            self._go_down(lambda: unavailable_error(self._spec, "it was stopped"))
+            self._be_gone()
+            return
+        self._last_death = str(death)
+        self._restart_after(death, error)
+        self._tell_of_death(error)
+
+    def _restart_after(self, death: Death, error: ActorDiedError) -> None:
+        # a child that we ended for the sake of one call says nothing about the actor's health
+        pause = 0.0 if death.deliberate else self._budget.spend(time.monotonic())
+        if pause is None:
+            logger.error("actor %s is down for good: %s", self._spec.name, death)
+            self._go_down(self._last_word(death, error))
+            self._be_gone()
+            return
+        logger.warning("actor %s is restarted: %s", self._spec.name, death)
+        self._state = State.PAUSE
+        self._hub.loop.call_later(pause, self._start_child)
+
+    def _last_word(self, death: Death, error: ActorDiedError) -> Callable[[], BaseException]:
+        if not self._constructed_once:
+            return lambda: type(error)(*error.args)
+        policy = self._spec.restart
+        allowed = f"{policy.max_restarts} in {policy.window_s:g} s" if policy.max_restarts else "none"
+        return lambda: unavailable_error(self._spec, f"{death}, and its restarts ({allowed}) are used up")
+
+    def _tell_of_death(self, error: ActorDiedError) -> None:
+        for callback in self._death_callbacks:
+            try:
+                callback(error)
+            except Exception:
+                logger.exception("a callback for the death of actor %s failed", self._spec.name)
+
+    def _died_error(self, death: Death, begun: list[Call]) -> ActorDiedError:
+        methods = ", ".join(dict.fromkeys(f"{call.method}()" for call in begun))
+        log = self._log
+        return died_error(
+            self._spec,
+            str(death),
+            running=f" while it ran {methods}" if methods else "",
+            log=str(log.path) if log is not None and log.path is not None else "",
+            tail=log.tail() if log is not None else "",
+        )
+
+    # ------------------------------------------------------------------- calls
+
+    def _accept(self, call: Call) -> None:
+        if self._final_error is not None:
+            self._fail(call, "unavailable", self._final_error())
+        elif self._stopping:
+            self._fail(call, "unavailable", unavailable_error(self._spec, "it is being stopped"))
+        else:
+            self._queue.append(call)
+            self._pump()
+
+    def _pump(self) -> None:
+        child = self._child
+        if child is None or self._state is not State.UP:
+            return
+        while self._queue and child.free_slots:
+            call = self._queue.popleft()
+            if call.future.done():  # cancelled while it waited
+                self._count(call, "cancelled")
+            else:
+                self._send(child, call, Kind.CALL)
+
+    def _send(self, child: Child, call: Call, kind: Kind) -> None:
+        call.slot = child.take_slot()
+        self._running[call.call_id] = call
+        child.send(kind, call.call_id, call.slot, call.packed)
+        if call.timeout_s is not None:
+            self._check_deadline(child, call)
+
+    def _check_deadline(self, child: Child, call: Call) -> None:
+        """Look whether a call is over its limit; if not, look again at the earliest moment when it could be."""
+        limit_s = call.timeout_s
+        if limit_s is None or self._running.get(call.call_id) is not call or not child.alive:
+            return
+        started_ns = child.page.started_ns(call.slot)
+        left_s = limit_s - (time.monotonic_ns() - started_ns) / 1e9 if started_ns else limit_s
+        if left_s > 0:
+            self._timers[call] = self._hub.loop.call_later(left_s, self._check_deadline, child, call)
+        elif call.method is CONSTRUCTOR:
+            self._constructor_failed(child, lambda: timeout_error(self._spec, call))
+        elif call.future.set_exception(timeout_error(self._spec, call)):
+            self._counts["timeout"] += 1
+            self._end_running(child, call, f"{call.method}() ran longer than {limit_s:g} s")
+
+    def _cancel(self, call: Call) -> None:
+        child = self._child
+        if child is not None and self._running.get(call.call_id) is call:
+            self._counts["cancelled"] += 1
+            self._end_running(child, call, f"{call.method}() was cancelled")
+
+    def _end_running(self, child: Child, call: Call, why: str) -> None:
+        """End a call that is with the child and whose future has ended."""
+        child.page.cancel(call.slot)
+        child.send(Kind.CANCEL, call.call_id, call.slot, EMPTY)
+        self._enforce_end(child, call, why)
+
+    def _enforce_end(self, child: Child, call: Call, why: str, *, warned: bool = False) -> None:
+        if self._running.get(call.call_id) is not call or not child.alive:
+            return
+        begun = child.page.started_ns(call.slot) != 0
+        is_async = child.page.kind(call.slot) is MethodKind.ASYNC
+        if begun and (warned or (not is_async and self._spec.on_cancel == "kill")):
+            child.kill(why, deliberate=True)
+            return
+        if begun and not is_async:
+            child.signal(INTERRUPT_SIGNAL)
+        grace_s = _ASYNC_GRACE_S if is_async else _INTERRUPT_GRACE_S
+        check = functools.partial(self._enforce_end, child, call, why, warned=begun)
+        self._timers[call] = self._hub.loop.call_later(grace_s, check)
+
+    def _on_frame(self, child: Child, frame: Frame) -> None:
+        call = self._running.pop(frame.call_id, None)
+        if call is None:
+            return
+        child.free_slots.append(call.slot)
+        if (timer := self._timers.pop(call, None)) is not None:
+            timer.cancel()
+        if call.method is CONSTRUCTOR:
+            self._on_constructor_reply(child, frame)
+        else:
+            self._on_reply(call, frame)
+        self._pump()
+        self._check_idle()
+
+    def _on_constructor_reply(self, child: Child, frame: Frame) -> None:
+        if frame.kind is Kind.RESULT:
+            self._constructed()
+        else:
+            failure = unpack_failure(frame.packed)
+            self._constructor_failed(child, lambda: failure.error(self._spec.name, CONSTRUCTOR))
+
+    def _on_reply(self, call: Call, frame: Frame) -> None:
+        if frame.kind is Kind.RESULT:
+            ended, ending = call.future.set_reader(functools.partial(unpack, frame.packed)), "ok"
+        elif frame.kind is Kind.ERROR:
+            error = unpack_failure(frame.packed).error(self._spec.name, call.method)
+            ended, ending = call.future.set_exception(error), "raised"
+        else:
+            ended, ending = call.future.cancel(), "cancelled"
+        self._count(call, ending if ended else "")
+
+    def _take_back(self, child: Child) -> list[Call]:
+        """Take all calls back from a dead child: return those that had begun, put the others back in the queue."""
+        running, self._running = sorted(self._running.values(), key=lambda call: call.call_id), {}
+        begun: list[Call] = []
+        waiting: list[Call] = []
+        for call in running:
+            if (timer := self._timers.pop(call, None)) is not None:
+                timer.cancel()
+            (begun if child.page.started_ns(call.slot) or call.method is CONSTRUCTOR else waiting).append(call)
+        self._queue.extendleft(reversed(waiting))
+        return begun
+
+    def _retry_or_fail(self, call: Call, error: ActorDiedError) -> None:
+        if call.method is CONSTRUCTOR:
+            return
+        if call.retries_left > 0 and not call.future.done():
+            call.retries_left -= 1
+            self._counts["retried"] += 1
+            self._queue.appendleft(call)
+        else:
+            self._fail(call, "died", type(error)(*error.args))
+
+    def _fail(self, call: Call, ending: str, error: BaseException) -> None:
+        self._count(call, ending if call.future.set_exception(error) else "")
+
+    def _count(self, call: Call, ending: str) -> None:
+        """Note that a call is over. An empty ending was counted when its future ended."""
+        self._ended += 1
+        if ending:
+            self._counts[ending] += 1
+
+    # ----------------------------------------------------------------- the end
+
+    def _wait_ready(self, future: CallFuture[None]) -> None:
+        if self._final_error is not None:
+            future.set_exception(self._final_error())
+        elif self._state is State.UP:
+            future.set_result(None)
+        else:
+            self._ready_waiters.append(future)
+
+    async def end(self, grace_s: float) -> None:
+        """Stop, see `ActorHandle.stop` (hub thread)."""
+        deadline = time.monotonic() + grace_s
+        self._stopping = True
+        if grace_s > 0:
+            await self._wait_idle(grace_s)
+        if grace_s > 0 and self._child is not None and self._state is State.UP:
+            self._child.send(Kind.STOP, 0, 0, EMPTY)
+            await self._wait_gone(max(_EXIT_AT_LEAST_S, deadline - time.monotonic()))
+        self._go_down(lambda: unavailable_error(self._spec, "it was stopped"))
+        await self._wait_gone(_KILL_WITHIN_S)
+
+    async def _wait_idle(self, limit_s: float) -> None:
+        if not (self._queue or self._running):
+            return
+        idle = self._hub.loop.create_future()
+        self._idle_waiters.append(idle)
+        await asyncio.wait([idle], timeout=limit_s)
+
+    def _check_idle(self) -> None:
+        if self._idle_waiters and not self._queue and not self._running:
+            waiters, self._idle_waiters = self._idle_waiters, []
+            for waiter in waiters:
+                if not waiter.done():
+                    waiter.set_result(None)
+
+    async def _wait_gone(self, limit_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                await self._gone.wait()
+
+    def _go_down(self, make_error: Callable[[], BaseException]) -> None:
+        """Serve no more calls: fail all there are, and end the child."""
+        if self._state is State.DOWN:
+            return
+        self._state = State.DOWN
+        self._final_error = make_error
+        waiters, self._ready_waiters = self._ready_waiters, []
+        for waiter in waiters:
+            waiter.set_exception(make_error())
+        for call in [*self._running.values(), *self._queue]:
+            if call.method is not CONSTRUCTOR:
+                self._fail(call, "unavailable", make_error())
+        self._running.clear()
+        self._queue.clear()
+        self._check_idle()
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        if self._child is not None:
+            self._child.kill("it was stopped")
+        else:
+            self._be_gone()
+
+    def _be_gone(self) -> None:
+        """The child is gone and there will be no other."""
+        if self._gone.is_set():
+            return
+        self._gone.set()
+        if self._log is not None:
+            self._log.close()
+        self._on_down()
+
+    # ---------------------------------------------------------------- watching
+
+    def _watch(self) -> None:
+        """Look at what no event tells: memory, and whether the child's loop still turns."""
+        if self._spec.memory_bytes is not None:
+            self._watch_timer = self._hub.loop.call_later(_MEMORY_EVERY_S, self._watch_memory)
+
+    def _watch_memory(self) -> None:
+        child, limit = self._child, self._spec.memory_bytes
+        if child is None or limit is None or not child.alive:
+            return
+        if child.pid is not None and (used := private_bytes(child.pid)) > limit:
+            child.kill(f"it used {used >> 20} MB of memory, and its limit (memory_bytes) is {limit >> 20} MB")
+        self._watch()

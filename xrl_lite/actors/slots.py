@@ -1,0 +1,92 @@
+"""A page of memory that the driver and one child share: which call started when, and which is to be cancelled.
+
+::
+
+    word 0        heartbeat of the child's event loop (ns)
+    per slot      started (ns; 0 = not yet) | kind of method | cancelled by the driver
+
+Every call that is with the child occupies one slot. The child writes `started`, then looks at `cancelled`; the driver
+writes `cancelled`, then looks at `started`. So at least one of them notices, without a message and without a lock, also
+while the child's only thread computes; and after a crash the page still tells which calls had begun.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from enum import IntEnum
+
+_WORDS_PER_SLOT = 3
+_BYTES_PER_WORD = 8
+
+
+class MethodKind(IntEnum):
+    """How the running method is executed."""
+
+    UNKNOWN = 0
+    SYNC = 1
+    ASYNC = 2
+
+
+class SlotPage:
+    """The page. Times are of the monotonic clock, which all processes of a machine share."""
+
+    def __init__(self, fd: int, num_slots: int) -> None:
+        self.fd = fd
+        self.num_slots = num_slots
+        size = (1 + num_slots * _WORDS_PER_SLOT) * _BYTES_PER_WORD
+        os.ftruncate(fd, size)
+        self._map = mmap.mmap(fd, size)
+        self._words = memoryview(self._map).cast("Q")
+
+    @classmethod
+    def create(cls, num_slots: int) -> SlotPage:
+        """Make a new page."""
+        return cls(os.memfd_create("xrl-lite-slots"), num_slots)
+
+    def close(self) -> None:
+        """Unmap it and close its descriptor."""
+        self._words.release()
+        self._map.close()
+        os.close(self.fd)
+
+    def clear(self, slot: int) -> None:
+        """Prepare a slot for the next call (driver)."""
+        at = self._at(slot)
+        self._words[at + 2] = self._words[at + 1] = self._words[at] = 0
+
+    def start(self, slot: int, kind: MethodKind) -> bool:
+        """Note that the call begins (child); return False where it was cancelled before."""
+        at = self._at(slot)
+        self._words[at + 1] = kind
+        self._words[at] = time.monotonic_ns()
+        return not self._words[at + 2]
+
+    def started_ns(self, slot: int) -> int:
+        """When the call began, 0 if it has not (driver)."""
+        return self._words[self._at(slot)]
+
+    def kind(self, slot: int) -> MethodKind:
+        """What kind of method runs (driver)."""
+        return MethodKind(self._words[self._at(slot) + 1])
+
+    def cancel(self, slot: int) -> None:
+        """Mark the call as cancelled (driver)."""
+        self._words[self._at(slot) + 2] = 1
+
+    def cancelled(self, slot: int) -> bool:
+        """Whether the call is marked as cancelled (child)."""
+        return bool(self._words[self._at(slot) + 2])
+
+    def beat(self) -> None:
+        """Note that the child's event loop turns."""
+        self._words[0] = time.monotonic_ns()
+
+    @property
+    def heartbeat_ns(self) -> int:
+        """When the child's event loop last turned; 0 if it has none."""
+        return self._words[0]
+
+    def _at(self, slot: int) -> int:
+        return 1 + slot * _WORDS_PER_SLOT

@@ -1,0 +1,333 @@
+"""The system of actors: starts them, knows them by name, ends them all.
+
+::
+
+    driver: any loops, any threads
+      └─ hub thread        supervises: sockets, deaths, time limits
+           └─ fork server  one per set of preloaded modules, started when first wanted
+                └─ child   one per actor
+
+Nothing outlives the driver: when it ends, however it ends, the fork servers see their sockets close and end every process
+below them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from xrl_lite.actors.actor import Actor, ActorSpec, OnCancel
+from xrl_lite.actors.faults import FaultPlan
+from xrl_lite.actors.forkserver import ForkServer
+from xrl_lite.actors.future import CallFuture
+from xrl_lite.actors.handle import ActorHandle, name_arguments
+from xrl_lite.actors.hub import Hub
+from xrl_lite.actors.inline import InlineActor, InlineScheduler
+from xrl_lite.actors.ledger import Ledger
+from xrl_lite.actors.machine import MILLI, milli_cpus, usable_memory_bytes, usable_milli_cpus
+from xrl_lite.actors.payload import pack
+from xrl_lite.actors.process_actor import ProcessActor
+from xrl_lite.actors.restart import NEVER, RestartPolicy
+from xrl_lite.errors import ActorUnavailableError, did_you_mean
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+Backend = Literal["process", "inline"]
+
+_SERVER_END_S = 6.0
+_DUMP_WITHIN_S = 1.0
+
+
+class ActorSystem:
+    """Starts actors on this machine and ends them again.
+
+    Args:
+        num_cpus: CPUs that its actors may claim in sum; by default those this process may use.
+        memory_bytes: Memory that they may claim in sum; by default what this process may use.
+        log_dir: Folder for the output of every child, ``<actor name>.log``; without it only the last lines are kept.
+        seed: Seeds the random generators of every child, and the order of calls of the inline backend.
+        backend: "process", or "inline": everything in this process, in an order that the seed decides.
+        faults: What is to go wrong, and when (inline backend).
+        heartbeat_timeout_s: An actor with async methods whose event loop has not turned for so long, while no sync
+            method runs, is ended.
+
+    Use it as an async context manager, or call `shutdown` yourself. At exit of the interpreter it ends its children.
+    """
+
+    def __init__(
+        self,
+        num_cpus: float | None = None,
+        memory_bytes: int | None = None,
+        log_dir: Path | str | None = None,
+        seed: int = 0,
+        backend: Backend = "process",
+        *,
+        faults: FaultPlan | None = None,
+        heartbeat_timeout_s: float = 600.0,
+    ) -> None:
+        if backend not in ("process", "inline"):
+            raise ValueError(f"backend must be 'process' or 'inline', got {backend!r}.{did_you_mean(backend, get_args(Backend))}")
+        if faults is not None and backend != "inline":
+            raise ValueError("faults can be scripted only with backend='inline'.")
+        self.backend: Backend = backend
+        self.seed = seed
+        self.log_dir = Path(log_dir) if log_dir is not None else None
+        self.ledger = Ledger(
+            capacity_milli_cpus=usable_milli_cpus() if num_cpus is None else milli_cpus(num_cpus),
+            capacity_memory_bytes=usable_memory_bytes() if memory_bytes is None else memory_bytes,
+        )
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._scheduler = InlineScheduler(seed, faults or FaultPlan())
+        self._lock = threading.Lock()
+        self._hub: Hub | None = None
+        self._servers: dict[tuple[str, ...], ForkServer] = {}
+        self._actors: dict[str, Actor] = {}
+        self._handles: dict[str, ActorHandle] = {}
+        self._num_named: dict[str, int] = {}
+        self._closed = False
+        self._at_exit = functools.partial(_call_if_alive, weakref.WeakMethod(self.kill_all))
+        atexit.register(self._at_exit)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+    @property
+    def num_cpus(self) -> float:
+        """CPUs that actors may claim in sum."""
+        return self.ledger.capacity.milli_cpus / MILLI
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that actors may claim in sum."""
+        return self.ledger.capacity.memory_bytes
+
+    def spawn(
+        self,
+        cls: Callable[..., Any],
+        *args: Any,
+        kwargs: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        num_cpus: float = 1,
+        memory_bytes: int | None = None,
+        num_threads: int | None = None,
+        max_concurrency: int = 1,
+        max_pending: int = 10_000,
+        restart: RestartPolicy | None = None,
+        on_cancel: OnCancel = "kill",
+        env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
+        start_timeout_s: float = 120.0,
+    ) -> ActorHandle:
+        """Start an actor and return its handle at once. What its constructor raises is raised by ``await handle.ready()``.
+
+        Args:
+            cls: The class; any that pickles, also one of ``__main__`` or of a notebook cell.
+            *args: Arguments of the constructor.
+            kwargs: Keyword arguments of the constructor.
+            name: A name that no living actor of the system has, for example ``judger/0``.
+            num_cpus: CPUs it holds; may be a fraction.
+            memory_bytes: Memory it holds; a child that uses more is ended.
+            num_threads: Threads of OpenMP, MKL and torch; by default the whole part of `num_cpus`, at least 1.
+            max_concurrency: How many async methods run at the same time. Sync methods run one at a time.
+            max_pending: How many calls may be under way.
+            restart: When a child that crashed is started again; by default never. A child that was ended because a call
+                took too long or was cancelled is always replaced, and does not count.
+            on_cancel: Whether a running sync call is ended by ending its process ("kill"), or by an exception in its
+                main thread ("interrupt"), which keeps the actor's state.
+            env: Environment variables for the child, on top of those of this process.
+            preload: Modules that the fork server imports once for all children with the same list.
+            start_timeout_s: Seconds that the constructor may take.
+
+        Raises:
+            ResourceError: not that much is left; the message says who holds what.
+            PayloadError: class or arguments cannot be pickled.
+            ActorUnavailableError: the system was shut down.
+        """
+        _check_positive(max_concurrency=max_concurrency, max_pending=max_pending, start_timeout_s=start_timeout_s)
+        keywords = dict(kwargs or {})
+        construction = pack(
+            (cls, args, keywords),
+            name="cls",
+            names=lambda: {"cls": cls, **name_arguments(cls, args, keywords, skip_first=False)},
+            code=True,
+        )
+        spec = ActorSpec(
+            name=name or self._next_name(cls),
+            cls=cls,
+            construction=construction,
+            num_cpus=num_cpus,
+            memory_bytes=memory_bytes,
+            num_threads=num_threads or max(1, int(num_cpus)),
+            max_concurrency=max_concurrency,
+            max_pending=max_pending,
+            restart=restart or NEVER,
+            on_cancel=on_cancel,
+            env=dict(env or {}),
+            preload=tuple(preload),
+            start_timeout_s=start_timeout_s,
+        )
+        return self._start(spec)
+
+    def get(self, name: str) -> ActorHandle:
+        """Return the handle of the living actor called `name`.
+
+        Raises:
+            KeyError: there is none.
+        """
+        handle = self._handles.get(name)
+        if handle is None:
+            known = ", ".join(map(repr, self._handles)) or "none"
+            raise KeyError(f"No actor is called {name!r}.{did_you_mean(name, self._handles)} There are: {known}.")
+        return handle
+
+    def statistics(self) -> dict[str, Any]:
+        """Return capacity, what is held, and the statistics of every living actor by name."""
+        held = self.ledger.held
+        return {
+            "num_cpus": self.num_cpus,
+            "num_cpus_held": held.milli_cpus / MILLI,
+            "memory_bytes": self.memory_bytes,
+            "memory_bytes_held": held.memory_bytes,
+            "actors": {name: actor.statistics() for name, actor in list(self._actors.items())},
+        }
+
+    async def dump(self) -> str:
+        """Return the Python stacks of all threads of all children, each under its actor's name."""
+        asked = {
+            name: log
+            for name, actor in list(self._actors.items())
+            if isinstance(actor, ProcessActor) and (log := actor.dump_stacks()) is not None
+        }
+        deadline = asyncio.get_running_loop().time() + _DUMP_WITHIN_S
+        while asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 a signal handler tells nobody when it is done
+            await asyncio.sleep(0.05)
+            if all(log.size_bytes > position for log, position in asked.values()):
+                break
+        return "\n\n".join(f"== {name}\n{log.tail(since=position)}" for name, (log, position) in asked.items())
+
+    async def shutdown(self, grace_s: float = 5.0) -> None:
+        """Stop all actors, giving their calls `grace_s` to end, and wait until none of their processes is left.
+
+        Cancelling it ends the wait, not the shutdown.
+        """
+        if (ended := self._begin_shutdown(grace_s)) is not None:
+            await ended
+            self._join_hub()
+
+    def shutdown_now(self, grace_s: float = 5.0) -> None:
+        """Do what `shutdown` does, blocking this thread."""
+        if (ended := self._begin_shutdown(grace_s)) is not None:
+            ended.result(grace_s + 2 * _SERVER_END_S)
+            self._join_hub()
+
+    def kill_all(self) -> None:
+        """End every process of this system at once, with everything it started. For the second Ctrl-C."""
+        with self._lock:
+            self._closed = False  # also while an orderly shutdown is under way, which this one overtakes
+        self.shutdown_now(0.0)
+
+    def _start(self, spec: ActorSpec) -> ActorHandle:
+        with self._lock:
+            if self._closed:
+                raise ActorUnavailableError(f"Actor {spec.name!r} cannot be started: the system was shut down.")
+            if spec.name in self._actors:
+                raise ValueError(f"There is already an actor called {spec.name!r}. Choose another name, or stop that one.")
+            self.ledger.claim(spec.name, num_cpus=spec.num_cpus, memory_bytes=spec.memory_bytes)
+            actor = self._make(spec)
+            self._actors[spec.name] = actor
+            handle = self._handles[spec.name] = ActorHandle(actor)
+        return handle
+
+    def _make(self, spec: ActorSpec) -> Actor:
+        on_down = functools.partial(self._forget, spec.name)
+        if self.backend == "inline":
+            return InlineActor(spec, self._scheduler, on_down=on_down)
+        if self._hub is None:
+            self._hub = Hub("actor-hub")
+        return ProcessActor(
+            spec,
+            hub=self._hub,
+            server=functools.partial(self._server, spec.preload),
+            log_dir=self.log_dir,
+            seed=self.seed,
+            heartbeat_timeout_s=self._heartbeat_timeout_s,
+            on_down=on_down,
+        )
+
+    def _server(self, preload: tuple[str, ...]) -> ForkServer:
+        """Return the fork server for a set of modules, starting it if needed (hub thread)."""
+        assert self._hub is not None
+        server = self._servers.get(preload)
+        if server is None or not server.alive:
+            server = self._servers[preload] = ForkServer(self._hub, preload, log_dir=self.log_dir, seed=self.seed)
+        return server
+
+    def _forget(self, name: str) -> None:
+        self.ledger.release(name)
+        self._actors.pop(name, None)
+        self._handles.pop(name, None)
+
+    def _next_name(self, cls: Callable[..., Any]) -> str:
+        stem = getattr(cls, "__name__", type(cls).__name__).strip("<>")
+        with self._lock:
+            number = self._num_named.get(stem, 0)
+            self._num_named[stem] = number + 1
+        return f"{stem}/{number}"
+
+    def _begin_shutdown(self, grace_s: float) -> CallFuture[None] | None:
+        """Return the future of the end; None where there is nothing to wait for."""
+        with self._lock:
+            if self._closed:
+                return None
+            self._closed = True
+        atexit.unregister(self._at_exit)
+        if self._hub is not None:
+            return self._hub.run(self._end_everything(grace_s), "shutdown()", last=True) if self._hub.running else None
+        for actor in list(self._actors.values()):
+            actor.kill()
+        return None
+
+    async def _end_everything(self, grace_s: float) -> None:
+        actors = [actor for actor in self._actors.values() if isinstance(actor, ProcessActor)]
+        await asyncio.gather(*(actor.end(grace_s) for actor in actors))
+        await asyncio.gather(*map(_end_server, list(self._servers.values())))
+
+    def _join_hub(self) -> None:
+        if self._hub is not None:
+            self._hub.join()
+
+
+def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (function := method()) is not None:
+        function()
+
+
+async def _end_server(server: ForkServer) -> None:
+    gone = asyncio.Event()
+    server.close(gone.set)
+    try:
+        async with asyncio.timeout(_SERVER_END_S):
+            await gone.wait()
+    except TimeoutError:
+        logger.error("fork server %d did not end, it is killed", server.process_id)
+        server.kill()
+        await gone.wait()
+
+
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}.")

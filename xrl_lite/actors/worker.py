@@ -1,0 +1,327 @@
+"""The child's side of an actor: makes the object, runs its methods, sends back what they return or raise.
+
+::
+
+    class with sync methods only           class with at least one async method
+    main thread: receive, run, reply       main thread: runs sync methods, one at a time
+                                           loop thread: receives, runs async methods, replies, beats
+
+Waiting:
+    waits for    the next frame
+    is woken by  the driver; or by the end of the driver, which closes the socket: then the process ends
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import inspect
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any, NoReturn
+
+from xrl_lite.actors.failure import describe, pack_failure, unsendable
+from xrl_lite.actors.payload import Packed, pack, unpack
+from xrl_lite.actors.slots import MethodKind, SlotPage
+from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
+from xrl_lite.actors.zygote import INTERRUPT_SIGNAL
+from xrl_lite.errors import PayloadError
+
+HEARTBEAT_S = 0.5
+
+Outcome = tuple[Kind, Packed]
+
+
+class CallInterrupted(BaseException):
+    """Raised in the main thread while a call runs that is to be cancelled. No Exception, so user code lets it pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A call, unpacked."""
+
+    frame: Frame
+    name: str
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+
+def serve(sock: socket.socket, page: SlotPage, *, max_concurrency: int) -> NoReturn:
+    """Be an actor until the driver says stop, or is gone."""
+    line = _Line(sock)
+    first = line.receive()
+    assert first.kind is Kind.INIT
+    page.start(first.slot, MethodKind.SYNC)
+    made = _construct(first.packed)
+    if isinstance(made, Packed):
+        line.reply(first, (Kind.ERROR, made))
+        line.wait_for_the_end()
+    line.reply(first, (Kind.RESULT, pack(None, name="result")))
+    runner = _SyncRunner(made.target, page)
+    signal.signal(INTERRUPT_SIGNAL, runner.interrupt)
+    if _has_async_methods(made.target):
+        _LoopWorker(line, runner, page, max_concurrency).run()
+    else:
+        _run_in_main_thread(line, runner)
+    leave(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    target: Any
+
+
+def _construct(packed: Packed) -> _Made | Packed:
+    try:
+        cls, args, kwargs = unpack(packed)
+        return _Made(cls(*args, **kwargs))
+    except SystemExit as error:
+        leave(_exit_code(error))
+    except BaseException as error:  # noqa: BLE001 whatever the constructor raises is the caller's to see
+        return pack_failure(describe(error, skip_frames=1))
+
+
+def _has_async_methods(target: object) -> bool:
+    kind = type(target)
+    return any(_is_async(inspect.getattr_static(kind, name, None)) for name in dir(kind) if not name.startswith("__"))
+
+
+def _is_async(method: object) -> bool:
+    return inspect.iscoroutinefunction(inspect.unwrap(method) if callable(method) else method)
+
+
+class _Line:
+    """The socket to the driver. Replies may come from both threads."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.reader = FrameReader(sock)
+        self._writer = FrameWriter(sock)
+        self._lock = threading.Lock()
+
+    def receive(self) -> Frame:
+        """Wait for the first frame."""
+        while True:
+            for frame in self.reader.read():
+                return frame
+
+    def reply(self, frame: Frame, outcome: Outcome) -> None:
+        """Send the outcome of a call, waiting for room: the driver always reads."""
+        kind, packed = outcome
+        try:
+            with self._lock:
+                self._writer.send(kind, frame.call_id, frame.slot, packed)
+        except OSError:  # the driver is gone
+            os._exit(1)
+
+    def wait_for_the_end(self) -> NoReturn:
+        """Do nothing more until the driver ends this process."""
+        try:
+            while True:
+                for frame in self.reader.read():
+                    if frame.kind is Kind.STOP:
+                        leave(0)
+        except EOFError:
+            os._exit(1)
+
+
+class _SyncRunner:
+    """Runs sync methods in the main thread, so that ``signal``-based time limits in user code work."""
+
+    def __init__(self, target: Any, page: SlotPage) -> None:
+        self.target = target
+        self.await_result: Callable[[Awaitable[Any]], Any] = lambda awaitable: asyncio.run(_await(awaitable))
+        self._page = page
+        self._running: int | None = None
+
+    def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
+        """Handle the signal by which the driver asks to look at the mark in the slot."""
+        if self._running is not None and self._page.cancelled(self._running):
+            self._running = None
+            raise CallInterrupted
+
+    def run(self, frame: Frame, work: Work | None = None) -> Outcome:
+        """Run one call to its end and return what to reply."""
+        if not self._page.start(frame.slot, MethodKind.SYNC):
+            return Kind.CANCELLED, EMPTY
+        try:
+            try:
+                self._running = frame.slot
+                return self._attempt(frame, work)
+            finally:
+                self._running = None
+        except CallInterrupted:
+            return Kind.CANCELLED, EMPTY
+
+    def _attempt(self, frame: Frame, work: Work | None) -> Outcome:
+        try:
+            work = work or unpack_call(frame)
+            result = getattr(self.target, work.name)(*work.args, **work.kwargs)
+            if inspect.isawaitable(result):
+                result = self.await_result(result)
+        except CallInterrupted:
+            raise
+        except SystemExit as error:
+            leave(_exit_code(error))
+        except BaseException as error:  # noqa: BLE001 whatever the method raises is the caller's to see
+            return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
+        return pack_result(result, work.name)
+
+
+def _run_in_main_thread(line: _Line, runner: _SyncRunner) -> None:
+    while _run_what_comes(line, runner):
+        pass
+
+
+def _run_what_comes(line: _Line, runner: _SyncRunner) -> bool:
+    # a function of its own, so that the arguments of a call do not outlive it in a variable while we wait
+    try:
+        frames = line.reader.read()
+    except EOFError:
+        os._exit(1)
+    for frame in frames:
+        if frame.kind is Kind.STOP:
+            return False
+        if frame.kind is Kind.CALL:
+            line.reply(frame, runner.run(frame))
+    return True
+
+
+class _LoopWorker:
+    """Runs async methods on a loop in a thread of its own; sync ones go to the main thread."""
+
+    def __init__(self, line: _Line, runner: _SyncRunner, page: SlotPage, max_concurrency: int) -> None:
+        self._line = line
+        self._runner = runner
+        self._page = page
+        self._loop = asyncio.new_event_loop()
+        self._limit = asyncio.Semaphore(max_concurrency)
+        self._tasks: dict[int, asyncio.Task[Outcome]] = {}
+        self._sync: SimpleQueue[Work | None] = SimpleQueue()
+        runner.await_result = self._await_on_loop
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        thread = threading.Thread(target=self._run_loop, name="actor-loop", daemon=True)
+        thread.start()
+        while (work := self._sync.get()) is not None:
+            self._line.reply(work.frame, self._runner.run(work.frame, work))
+            del work
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        thread.join(timeout=1.0)
+
+    def _run_loop(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.add_reader(self._line.sock, self._receive)
+        self._beat()
+        self._loop.run_forever()
+
+    def _beat(self) -> None:
+        self._page.beat()
+        self._loop.call_later(HEARTBEAT_S, self._beat)
+
+    def _receive(self) -> None:
+        try:
+            for frame in self._line.reader.read(socket.MSG_DONTWAIT):
+                self._take(frame)
+        except BlockingIOError:
+            return
+        except EOFError:
+            os._exit(1)
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind is Kind.STOP:
+            self._sync.put(None)
+        elif frame.kind is Kind.CANCEL:
+            if task := self._tasks.get(frame.call_id):
+                task.cancel()
+        elif self._page.cancelled(frame.slot):
+            self._line.reply(frame, (Kind.CANCELLED, EMPTY))
+        else:
+            self._begin(frame)
+
+    def _begin(self, frame: Frame) -> None:
+        try:
+            work = unpack_call(frame)
+            method = getattr(self._runner.target, work.name)
+        except Exception as error:  # noqa: BLE001 arguments of a user's class may raise anything while they are rebuilt
+            self._line.reply(frame, (Kind.ERROR, pack_failure(describe(error, skip_frames=1))))
+            return
+        if not _is_async(method):
+            self._sync.put(work)
+            return
+        task = self._loop.create_task(self._run_async(work, method), name=work.name)
+        self._tasks[frame.call_id] = task
+        task.add_done_callback(functools.partial(self._end, frame))
+
+    async def _run_async(self, work: Work, method: Callable[..., Awaitable[Any]]) -> Outcome:
+        async with self._limit:
+            if not self._page.start(work.frame.slot, MethodKind.ASYNC):
+                return Kind.CANCELLED, EMPTY
+            try:
+                result = await method(*work.args, **work.kwargs)
+            except asyncio.CancelledError as error:
+                if self._page.cancelled(work.frame.slot):
+                    raise
+                return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
+            except SystemExit as error:
+                leave(_exit_code(error))
+            except BaseException as error:  # noqa: BLE001 whatever the method raises is the caller's to see
+                return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
+            return pack_result(result, work.name)
+
+    def _end(self, frame: Frame, task: asyncio.Task[Outcome]) -> None:
+        # a callback, not the task's own last step: a task that is cancelled before its first step never takes one
+        del self._tasks[frame.call_id]
+        self._line.reply(frame, (Kind.CANCELLED, EMPTY) if task.cancelled() else task.result())
+
+    def _await_on_loop(self, awaitable: Awaitable[Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(_await(awaitable), self._loop).result()
+
+
+def unpack_call(frame: Frame) -> Work:
+    """Rebuild method name and arguments."""
+    name, args, kwargs = unpack(frame.packed)
+    return Work(frame, name, args, kwargs)
+
+
+def pack_result(result: object, method: str) -> Outcome:
+    """Pickle what a method returned; where that fails, the call fails."""
+    try:
+        return Kind.RESULT, pack(result, name="result")
+    except PayloadError as error:
+        return Kind.ERROR, pack_failure(describe(unsendable(error, method)))
+    except Exception as error:  # noqa: BLE001 a user's __reduce__ may raise anything
+        return Kind.ERROR, pack_failure(describe(error))
+
+
+async def _await(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    sys.stderr.write(f"{error.code}\n")
+    return 1
+
+
+def leave(code: int) -> NoReturn:
+    """End this process, after its exit handlers.
+
+    Not by returning: below on the stack is the fork server, and threads that user code left behind must not hold us up.
+    """
+    try:
+        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage] # what multiprocessing children call as well
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code & 0xFF)

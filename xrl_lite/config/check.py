@@ -1,0 +1,93 @@
+"""What can be checked before anything starts: rows, judger, model folder, CPU slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from xrl_lite.config.run_config import RunConfig
+from xrl_lite.data import Row, load_rows
+from xrl_lite.data.tokenizer import check_model_folder
+from xrl_lite.engine.tiny_model_config import cached_tiny_model
+from xrl_lite.judger import AnyJudgerConfig, ComposedJudgerConfig, JudgerConfig
+from xrl_lite.judger.data_sources import check_routes, judger_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedData:
+    """Rows and judger of a run."""
+
+    train: list[Row]
+    """Rows to train on."""
+    evaluation: list[Row]
+    """Held-out rows; empty without evaluation."""
+    judger_config: AnyJudgerConfig
+    """Judger of both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedActor:
+    """An actor that the run will start."""
+
+    name: str
+    num_cpus: float
+    num_threads: int | None
+
+
+def check_data(config: RunConfig) -> CheckedData:
+    """Read and check all rows, and find the judger.
+
+    Raises:
+        ConfigError: rows are missing or wrong, or no judger fits them.
+    """
+    train_rows = load_rows(config.task.sampler_config.data)
+    evaluation_rows = load_rows(config.evaluation.data) if config.evaluation.data else []
+    sources = [row.data_source for row in (*train_rows, *evaluation_rows)]
+    judger_config = config.task.judger_config or judger_for(sources)
+    check_routes(judger_config, sources)
+    return CheckedData(train=train_rows, evaluation=evaluation_rows, judger_config=judger_config)
+
+
+def check_model(config: RunConfig) -> None:
+    """Check what a model folder holds; a hub id is checked when it is loaded.
+
+    Raises:
+        ConfigError: it has no config.json, no tokenizer or no chat template.
+    """
+    if config.model.path is not None and Path(config.model.path).exists():
+        check_model_folder(Path(config.model.path))
+
+
+def describe_model(config: RunConfig) -> str:
+    """Say where the model comes from."""
+    if config.model.build is None:
+        return f"model {config.model.path}"
+    cached = cached_tiny_model(config.model.build, config.model.cache_dir.expanduser())
+    return f"model from {cached}" if cached else "model to be built and warmed up first"
+
+
+def planned_actors(config: RunConfig, judger_config: AnyJudgerConfig) -> Iterator[PlannedActor]:
+    """Yield every actor of the run with what it takes."""
+    yield PlannedActor(name="engine/0", num_cpus=config.engine.num_cpus, num_threads=config.engine.num_threads)
+    for number in range(config.rollout.num_replicas):
+        yield PlannedActor(
+            name=f"rollout/{number}", num_cpus=config.rollout.num_cpus, num_threads=config.rollout.num_threads
+        )
+    for judger in _leaves(judger_config):
+        resources = judger.cpu_resources
+        for number in range(resources.num_workers if resources else 0):
+            assert resources is not None, "there are workers"
+            yield PlannedActor(
+                name=f"judger/{judger.judger_name}/{number}",
+                num_cpus=resources.num_cpus_per_worker,
+                num_threads=max(1, int(resources.num_cpus_per_worker)),
+            )
+
+
+def _leaves(config: AnyJudgerConfig) -> Iterator[JudgerConfig]:
+    if isinstance(config, ComposedJudgerConfig):
+        for branch in config.branches.values():
+            yield from _leaves(branch)
+    else:
+        yield config

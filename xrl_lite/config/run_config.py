@@ -1,0 +1,102 @@
+"""`RunConfig`: every setting of a run, as one tree. Imports no torch, so a config is checked in milliseconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from xrl_lite.agent_loop import TaskSpecConfig
+from xrl_lite.engine.config import EngineConfig
+from xrl_lite.engine.tiny_model_config import TinyModelConfig
+from xrl_lite.rollout import RolloutConfig
+from xrl_lite.rollout.replica import RolloutReplicaRegistry
+from xrl_lite.settings import Settings
+from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
+
+
+class ModelConfig(Settings):
+    """Which model is trained. Give `path` or `build`."""
+
+    path: str | None = None
+    """Hugging Face folder, or hub id such as "Qwen/Qwen3-0.6B"."""
+
+    build: TinyModelConfig | None = None
+    """Make a small model from nothing instead, once; later runs take it from the cache."""
+
+    cache_dir: Path = Path("~/.cache/xrl-lite/models")
+    """Where built models are kept, under a hash of their settings."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if (self.path is None) == (self.build is None):
+            raise ValueError("give exactly one of path (a folder or hub id) and build (a small model from nothing).")
+        return self
+
+
+class RunConfig(Settings):
+    """A whole run."""
+
+    name: str = "run"
+    """Name of the run and of its folder."""
+
+    seed: int = 0
+    """Seed of everything that is random: order of the rows, sampling, initial state of the ranks."""
+
+    output_dir: Path = Path("runs")
+    """Runs are kept here, a folder each."""
+
+    num_cpus: float | None = Field(default=None, gt=0)
+    """CPU slots that the run may hand out; what the machine has when not given."""
+
+    model: ModelConfig
+    """The model."""
+
+    task: TaskSpecConfig
+    """What to train on."""
+
+    rollout: RolloutConfig = RolloutConfig()
+    """Generation."""
+
+    engine: EngineConfig = EngineConfig()
+    """Training of the weights."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """The loop."""
+
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Held-out accuracy."""
+
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
+
+    report: ReportConfig = ReportConfig()
+    """What is shown and kept."""
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of the whole run."""
+        return self.trainer.num_steps * self.engine.num_mini_batches * self.engine.num_epochs
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the run."""
+        return self.output_dir / self.name
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        group_size = self.task.sampler_config.prompt_repeat_k
+        if group_size == 1:
+            raise ValueError(
+                f"trainer.advantage={self.trainer.advantage!r} compares an attempt with its siblings, so every "
+                f"advantage would be 0 with task.sampler_config.prompt_repeat_k=1. Set it to 2 or more."
+            )
+        groups, parts = self.trainer.groups_per_step, self.engine.num_mini_batches
+        if groups % parts:
+            raise ValueError(
+                f"trainer.groups_per_step ({groups}) must be a multiple of engine.num_mini_batches ({parts}), "
+                f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
+            )
+        RolloutReplicaRegistry.check(self.rollout.engine)
+        return self

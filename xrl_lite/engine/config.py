@@ -1,0 +1,108 @@
+"""Settings of the training engine and of its loss. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from xrl_lite.settings import Settings
+
+
+class OptimizerConfig(Settings):
+    """AdamW and its schedule."""
+
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the running averages of the gradient and of its square."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes from its peak to `final_fraction` of it over the run."""
+
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises to its peak."""
+
+    final_fraction: float = Field(default=0.0, ge=0, le=1)
+    """Share of the peak learning rate that is left at the end (linear and cosine)."""
+
+
+class PolicyLossConfig(Settings):
+    """What is minimised."""
+
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+
+    clip_high: float = Field(default=0.2, gt=0)
+    """The probability ratio is clipped above at 1 + clip_high."""
+
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Bound of the ratio where the advantage is negative; null for none."""
+
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
+    """Whether tokens or trajectories count the same."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Weight of the KL to the initial policy in the loss; above 0 a frozen copy of it is kept."""
+
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    """Estimator of that KL."""
+
+
+class EngineConfig(Settings):
+    """Where and how the policy is trained."""
+
+    backend: str = "fsdp2"
+    """Name of the training engine."""
+
+    num_ranks: Literal[1] = 1
+    """Processes that train together; one for now."""
+
+    num_cpus: float = Field(default=0.5, gt=0)
+    """CPU slots a rank takes. Rollout and training take turns on a CPU, so together they need one machine, not two."""
+
+    num_threads: int | None = Field(default=None, gt=0)
+    """Compute threads of a rank; all CPUs of the machine when not given."""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of weights and arithmetic."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
+
+    loss: PolicyLossConfig = PolicyLossConfig()
+    """The loss."""
+
+    num_mini_batches: int = Field(default=1, gt=0)
+    """Optimizer updates the groups of one step are split into."""
+
+    num_epochs: int = Field(default=1, gt=0)
+    """Times each step's groups are trained on."""
+
+    max_tokens_per_row: int = Field(default=4096, gt=0)
+    """Attempts at one prompt share a row of the model's input up to this length."""
+
+    max_tokens_per_micro_batch: int = Field(default=16384, gt=0)
+    """Tokens, padding included, that go through the model at once; bounds the memory."""
+
+    start_timeout_s: float = Field(default=300.0, gt=0)
+    """Limit for loading the model and building the optimizer."""
+
+    step_timeout_s: float = Field(default=3600.0, gt=0)
+    """Limit for one optimizer step, one export of weights, or one checkpoint."""
+
+    @model_validator(mode="after")
+    def _row_fits(self) -> Self:
+        if self.max_tokens_per_row > self.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"max_tokens_per_row ({self.max_tokens_per_row}) must not exceed max_tokens_per_micro_batch "
+                f"({self.max_tokens_per_micro_batch})."
+            )
+        return self

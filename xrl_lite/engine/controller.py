@@ -1,0 +1,74 @@
+"""The training ranks as seen from the driver: one call reaches them all.
+
+Waits for    the ranks, each call with the deadline of `EngineConfig`
+Is woken by  the actor layer: a result, the rank's own exception, its death, or the deadline
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from xrl_lite.engine.batch import TrainBatch
+from xrl_lite.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xrl_lite.actors import ActorSystem
+
+PRELOAD = ("torch", "transformers")
+"""Modules that take a rank most of its start; the fork server imports them once for all ranks and replicas."""
+
+
+class TrainingController:
+    """Starts the ranks and speaks to them.
+
+    Args:
+        system: Where the ranks run.
+        config: Settings of the engine.
+        model_path: Hugging Face folder or hub id.
+        num_updates: Updates of the whole run.
+        seed: Seed of the run.
+    """
+
+    def __init__(
+        self, system: ActorSystem, *, config: EngineConfig, model_path: str, num_updates: int, seed: int
+    ) -> None:
+        from xrl_lite.actors import RestartPolicy
+        from xrl_lite.engine.worker import EngineWorker  # loads torch
+
+        self._config = config
+        self._rank: Any = system.spawn(
+            EngineWorker,
+            kwargs={"config": config, "model_path": model_path, "num_updates": num_updates, "seed": seed},
+            name="engine/0",
+            num_cpus=config.num_cpus,
+            num_threads=config.num_threads or len(os.sched_getaffinity(0)),
+            preload=PRELOAD,
+            start_timeout_s=config.start_timeout_s,
+            # a fresh rank has the initial weights: going on with them would silently undo the training
+            restart=RestartPolicy(max_restarts=0),
+        )
+
+    async def ready(self) -> None:
+        """Wait until every rank has loaded the model."""
+        await self._rank.ready()
+
+    async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+        """Make the updates of one step; return its metrics."""
+        return await self._rank.train_batch.options(timeout_s=self._config.step_timeout_s).remote(batch)
+
+    async def export_weights(self) -> dict[str, Tensor]:
+        """Return every weight under its Hugging Face name."""
+        return await self._rank.export_weights.options(timeout_s=self._config.step_timeout_s).remote()
+
+    async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
+        """Write the state of the ranks into a folder that does not exist yet."""
+        save = self._rank.save_checkpoint.options(timeout_s=self._config.step_timeout_s)
+        await save.remote(folder, hf_folder=hf_folder)
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        """Go on from a checkpoint."""
+        await self._rank.load_checkpoint.options(timeout_s=self._config.step_timeout_s).remote(folder)

@@ -1,0 +1,202 @@
+"""A causal language model under training on one rank, with transformers' own model classes.
+
+T response tokens of a packed batch, V vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from xrl_lite.algorithms.packing import PackedBatch
+from xrl_lite.engine.base import BaseEngine, LossFunction
+from xrl_lite.engine.config import OptimizerConfig
+from xrl_lite.errors import CheckpointError
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LanguageModelEngine(BaseEngine):
+    """Trains a causal language model on one rank."""
+
+    def initialize(self) -> None:
+        torch.manual_seed(self._seed)
+        torch.use_deterministic_algorithms(True)
+        self._model = _load_model(self._model_path, self._config.dtype)
+        self._policy = self._model
+        self._initial: nn.Module | None = None
+        if self._config.loss.kl_coef > 0:
+            self._initial = copy.deepcopy(self._model).requires_grad_(False).eval()
+        optimizer = self._config.optimizer
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(),
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda update: learning_rate_factor(update, self._num_updates, optimizer)
+        )
+        self._head_is_linear = _head_is_linear(self._model)
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        was_training = self._model.training
+        self._model.train()
+        try:
+            yield
+        finally:
+            self._model.train(was_training)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._model.train(was_training)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        assert self._initial is not None, "there is a copy of the initial policy only with kl_coef > 0"
+        self._policy = self._initial
+        try:
+            yield
+        finally:
+            self._policy = self._model
+
+    def optimizer_zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> float:
+        norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.max_grad_norm).item()
+        if math.isfinite(norm):
+            self._optimizer.step()
+        else:
+            logger.warning("gradient norm is %s: this update is skipped", norm)
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        self._scheduler.step()
+        return self.learning_rate
+
+    @property
+    def learning_rate(self) -> float:
+        return self._scheduler.get_last_lr()[0]
+
+    def forward_backward_batch(
+        self, batch: PackedBatch, loss_function: LossFunction | None, *, temperature: float = 1.0
+    ) -> tuple[Tensor, dict[str, float]]:
+        logits = self._logits(batch).float() / temperature
+        logprobs = token_logprobs(logits, batch.targets)
+        if loss_function is None:
+            return logprobs.detach(), {}
+        loss, metrics = loss_function(logprobs, batch)
+        loss.backward()
+        metrics["loss"] = loss.item()
+        metrics["entropy"] = token_entropy(logits.detach()).sum().item()
+        return logprobs.detach(), metrics
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._model.named_parameters():
+            yield name, parameter.detach()
+
+    def get_data_parallel_rank(self) -> int:
+        return 0
+
+    def get_data_parallel_size(self) -> int:
+        return 1
+
+    def save_checkpoint(self, folder: Path) -> None:
+        dcp.save(self._state(), checkpoint_id=str(folder))
+
+    def load_checkpoint(self, folder: Path) -> None:
+        state = self._state()
+        try:
+            dcp.load(state, checkpoint_id=str(folder))
+        except Exception as error:
+            raise CheckpointError(f"{folder} does not fit the model {self._model_path}: {error}") from error
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self._scheduler.load_state_dict(state["scheduler"])
+        torch.set_rng_state(state["rng"])
+
+    def save_hf(self, folder: Path) -> None:
+        self._model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(self._model_path).save_pretrained(folder)
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        scheduler = {key: value for key, value in self._scheduler.state_dict().items() if key != "lr_lambdas"}
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": scheduler | {"lr_lambdas": [None]},
+            "rng": torch.get_rng_state(),
+        }
+
+    def _logits(self, batch: PackedBatch) -> Tensor:
+        inputs = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            "attention_mask": batch.attention_mask,
+            "use_cache": False,
+        }
+        if not self._head_is_linear:
+            return self._policy(**inputs).logits.flatten(0, 1)[batch.predicted_at]
+        # only the positions that predict a response token go through the head: it is half the cost of a small model
+        hidden = self._policy.base_model(**inputs).last_hidden_state
+        return self._policy.get_output_embeddings()(hidden.flatten(0, 1)[batch.predicted_at])
+
+
+def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
+    """Log-probability of each target: logits (T, V) float32, targets (T,) -> (T,)."""
+    return logits.gather(1, targets.unsqueeze(1)).squeeze(1) - logits.logsumexp(dim=1)
+
+
+def token_entropy(logits: Tensor) -> Tensor:
+    """Entropy of each distribution in nats: logits (T, V) -> (T,)."""
+    logprobs = logits.log_softmax(dim=1)
+    return -(logprobs.exp() * logprobs).sum(dim=1)
+
+
+def learning_rate_factor(update: int, num_updates: int, config: OptimizerConfig) -> float:
+    """Share of the peak learning rate at an update, counted from 0."""
+    if update < config.warmup_steps:
+        return (update + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min((update - config.warmup_steps) / max(num_updates - config.warmup_steps, 1), 1.0)
+    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.final_fraction + (1 - config.final_fraction) * share
+
+
+def _load_model(path: str, dtype: str) -> nn.Module:
+    # sdpa takes the boolean masks of packed rows; dropout is off in every model this trains, so is randomness
+    return AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], attn_implementation="sdpa")
+
+
+def _head_is_linear(model: Any) -> bool:
+    """Whether logits are just the output embedding of the last hidden state (no soft cap, no scaling)."""
+    probe = torch.arange(4).unsqueeze(0)
+    with torch.no_grad():
+        hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
+        expected = model(input_ids=probe, use_cache=False).logits
+        return torch.allclose(model.get_output_embeddings()(hidden), expected, atol=1e-5)

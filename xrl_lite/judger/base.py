@@ -1,0 +1,258 @@
+"""The interface of judgers, and the template that all judgers with a payload follow.
+
+::
+
+    judge(state) = preprocess(state) -> judge_payload(payload) -> postprocess(state, output)
+                   caller's process     anywhere                  caller's process
+
+Only the payload and the output travel; a state is never copied. `judge` returns the state it was given, and calls
+`judge_payload` once.
+
+What `judge_payload` raises does not leave `judge`: it becomes the outcome of this one judgement, and the policy of the
+judger says what happens to the sample. Misuse is raised: no response, no label, bad routing, a method that is not
+there, a list where one output belongs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, ClassVar, Self, TypeAlias, cast
+
+import anyio
+
+from xrl_lite.data.rollout_state import RolloutState, Status
+from xrl_lite.errors import ActorUnavailableError, JudgerError
+from xrl_lite.judger.ledger import Ledger, Statistics
+from xrl_lite.judger.outcome import (
+    Judgement,
+    JudgementPolicy,
+    JudgementTimeoutError,
+    JudgerMisuseError,
+    Outcome,
+    UnsupportedCallError,
+    classify,
+    no_worker_left,
+)
+from xrl_lite.judger.reward_check import check_reward
+from xrl_lite.judger.stopwatch import stopwatch
+
+JudgerPayload: TypeAlias = dict[str, Any]
+JudgerPayloadBatch: TypeAlias = JudgerPayload | list[JudgerPayload]
+JudgerOutput: TypeAlias = dict[str, Any]
+JudgerOutputBatch: TypeAlias = JudgerOutput | list[JudgerOutput]
+
+
+class BaseJudger:
+    """Scores rollout states. Whoever inherits only this owns the whole flow, and cannot be a branch or run remotely."""
+
+    _judger_name: str | None = None
+
+    def __init__(self, judger_name: str | None = None) -> None:
+        self._judger_name = judger_name or type(self).__name__
+
+    def get_judger_name(self) -> str:
+        """Return the name used in messages and metrics."""
+        return self._judger_name or type(self).__name__
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        """Score one state and return it."""
+        raise UnsupportedCallError(f"{type(self).__name__}.judge() is not implemented.")
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        """Score several states and return them in the order given."""
+        raise UnsupportedCallError(f"{type(self).__name__}.batch_judge() is not implemented.")
+
+    async def trial(self, rollout_state: RolloutState) -> RolloutState:
+        """Score one state without counting it, and raise whatever the reward code raises. For self-tests."""
+        return await self.judge(rollout_state)
+
+    def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return a response that must get a higher score than others when `label` is right; None if unknown."""
+        return None
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        """Return counts of outcomes and times for each judger inside this one, by name."""
+        return {}
+
+    async def aclose(self) -> None:
+        """End worker processes and connections and give the resources back. May be called twice."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True):  # shield: a worker left behind would keep its CPU slots
+            await self.aclose()
+
+
+class Judger(BaseJudger):
+    """Template for judgers: override `judge_payload`, and the two steps around it where the defaults do not fit."""
+
+    policy: JudgementPolicy = JudgementPolicy()
+    """What is done about judgements that do not end well; set by the config that builds the judger."""
+
+    limits_itself: ClassVar[bool] = False
+    """Whether `judge_payload` keeps to `request_timeout` on its own, from when it starts to run."""
+
+    _ledger: Ledger | None = None
+
+    def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
+        """Return what `judge_payload` needs, and no more: it may travel to another process."""
+        return {
+            "response": rollout_state.response,
+            "label": label_of(rollout_state),
+            "message": rollout_state.message,
+            "status": rollout_state.status,
+            "data_source": rollout_state.data_source,
+            "task_name": rollout_state.task_name,
+        }
+
+    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        """Score one payload, or a list of them if the judger supports batches."""
+        raise UnsupportedCallError(f"{type(self).__name__}.judge_payload() is not implemented.")
+
+    def postprocess(self, rollout_state: RolloutState, output: JudgerOutput) -> RolloutState:
+        """Write the output into the state."""
+        rollout_state.reward = output
+        return rollout_state
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        """Score one state and return it, with ``reward`` set or, if that failed, as the policy says.
+
+        How it ended is in ``extra_fields["judgement"]``. Cancelling frees the worker and leaves the state as it was.
+
+        Raises:
+            JudgerMisuseError: the state lacks what every judgement needs.
+            TypeError: `judge_payload` returned a list.
+            JudgerError: the first judgements all failed.
+        """
+        judgement = await self.attempt(lambda: self.preprocess(rollout_state))
+        if isinstance(judgement.output, list):
+            raise TypeError("Judger returned a list output for a single rollout state.")
+        return self.settle(rollout_state, judgement)
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        """Score several states by one call of `judge_payload` and return them in the order given.
+
+        Raises:
+            JudgerMisuseError: as in `judge`.
+            TypeError: `judge_payload` returned a single output.
+            ValueError: it returned more or fewer outputs than there are states.
+            JudgerError: the first judgements all failed.
+        """
+        judgement = await self.attempt(lambda: [self.preprocess(state) for state in rollout_states])
+        if judgement.outcome is not Outcome.OK:
+            return [self.settle(state, judgement) for state in rollout_states]
+        if not isinstance(judgement.output, list):
+            raise TypeError(f"Judger returned a single output for {len(rollout_states)} rollout states.")
+        outputs = cast("list[Any]", judgement.output)
+        if len(outputs) != len(rollout_states):
+            raise ValueError(f"Judger returned {len(outputs)} outputs for {len(rollout_states)} rollout states.")
+        pairs = zip(rollout_states, outputs, strict=True)
+        return [self.settle(state, judgement.with_output(output)) for state, output in pairs]
+
+    async def trial(self, rollout_state: RolloutState) -> RolloutState:
+        """Score one state without counting it, and raise whatever the reward code raises. For self-tests."""
+        output = await self._judge_within_limit(self.preprocess(rollout_state))
+        judged = self.postprocess(rollout_state, cast("JudgerOutput", output))
+        check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
+        return judged
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        """Return counts of outcomes and times, by name of judger."""
+        return {self.get_judger_name(): self.ledger.statistics(reset=reset)}
+
+    @property
+    def ledger(self) -> Ledger:
+        """Where the judgements of this judger are counted."""
+        if self._ledger is None:  # made here, as subclasses need not call __init__
+            self._ledger = Ledger(self.get_judger_name())
+        return self._ledger
+
+    async def attempt(self, make_payload: Callable[[], JudgerPayloadBatch]) -> Judgement:
+        """Run `judge_payload` once and say how that ended.
+
+        Raises:
+            JudgerMisuseError: no sample could be judged that way.
+            JudgerError: no judgement can be made any more.
+        """
+        name = self.get_judger_name()
+        with stopwatch() as watch:
+            try:
+                output = await self._judge_within_limit(make_payload())
+            except (JudgerMisuseError, JudgerError):
+                raise
+            except ActorUnavailableError as error:
+                raise no_worker_left(name, error) from error
+            except Exception as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
+                queue_s, run_s = watch.read()
+                return Judgement(judger=name, outcome=classify(error), error=error, run_s=run_s, queue_s=queue_s)
+            queue_s, run_s = watch.read()
+        return Judgement(judger=name, outcome=Outcome.OK, output=output, run_s=run_s, queue_s=queue_s)
+
+    def settle(self, rollout_state: RolloutState, judgement: Judgement) -> RolloutState:
+        """Write a judgement into the state it is about, count it, and apply the policy if it did not end well.
+
+        Raises:
+            JudgerError: the first judgements all failed.
+        """
+        return self.settle_judgement(rollout_state, judgement)[0]
+
+    def settle_judgement(self, rollout_state: RolloutState, judgement: Judgement) -> tuple[RolloutState, Judgement]:
+        """Do the same, and return the judgement too: an output that is no reward turns it into `raised`."""
+        if judgement.outcome is Outcome.OK:
+            try:
+                judged = self.postprocess(rollout_state, judgement.output)
+                check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
+            except Exception as error:  # noqa: BLE001 - as above: user code
+                judgement = replace(judgement, outcome=Outcome.RAISED, output=None, error=error)
+            else:
+                self.note(rollout_state, judgement)
+                return judged, judgement
+        return self.settle_failure(rollout_state, judgement), judgement
+
+    def settle_failure(self, rollout_state: RolloutState, judgement: Judgement) -> RolloutState:
+        """Apply the policy to a sample that got no score. Skipping is a choice, so it is never an error or a zero."""
+        rollout_state.reward = None
+        self.note(rollout_state, judgement)
+        on_error = "fail_sample" if judgement.outcome is Outcome.SKIPPED else self.policy.on_error
+        if on_error == "raise" and judgement.error is not None:
+            raise judgement.error
+        if on_error == "zero":
+            rollout_state.reward = {"score": 0.0}
+            return rollout_state
+        rollout_state.status = Status.FAILED
+        rollout_state.error_msg = judgement.explain(rollout_state.rollout_id)
+        return rollout_state
+
+    def note(self, rollout_state: RolloutState, judgement: Judgement) -> None:
+        """Keep the judgement with the sample and in the ledger."""
+        sample = rollout_state.rollout_id
+        # a new dict: the payload may still hold the old one
+        rollout_state.extra_fields = {**rollout_state.extra_fields, "judgement": judgement.record(sample)}
+        self.ledger.enter(judgement, sample, self.policy)
+
+    async def _judge_within_limit(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        if self.limits_itself:
+            return await self.judge_payload(payload)
+        return await within(self.policy.request_timeout, self.judge_payload, payload)
+
+
+async def within(limit_s: float, judge: Callable[[Any], Any], payload: Any) -> Any:
+    """Await ``judge(payload)`` for at most `limit_s` seconds.
+
+    Raises:
+        JudgementTimeoutError: it took longer, and was cancelled.
+    """
+    with anyio.move_on_after(limit_s):
+        return await judge(payload)
+    raise JudgementTimeoutError(f"no reward within {limit_s:g} s (request_timeout)")
+
+
+def label_of(rollout_state: RolloutState) -> Any:
+    """Return the ground truth of a state, or None."""
+    return rollout_state.reward_model.get("ground_truth") if rollout_state.reward_model else None

@@ -1,0 +1,272 @@
+"""Settings of judgers, and the way from settings to a judger.
+
+::
+
+    JudgerConfig            cpu_resources None        -> build_local(), in this process
+                            num_workers == 1          -> RemoteJudger -> JudgerActor -> build_local()
+                            num_workers > 1           -> JudgerPool of these
+    ComposedJudgerConfig                              -> ComposedJudger of what its branches build
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
+
+from pydantic import (
+    Field,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from xrl_lite.actors import CPUResourcesConfig
+from xrl_lite.errors import ConfigError, did_you_mean
+from xrl_lite.judger.adapters import ADAPTERS, RewardAdapter
+from xrl_lite.judger.base import Judger
+from xrl_lite.judger.choice import AnyJudgerConfig
+from xrl_lite.judger.handler import is_async, is_url, load_handler
+from xrl_lite.judger.merge import WeightedMerge
+from xrl_lite.judger.native import DEFAULT_CONCURRENCY, NativeJudger, SyncIn
+from xrl_lite.judger.outcome import JudgementPolicy, OnError
+from xrl_lite.settings import Settings
+
+if TYPE_CHECKING:
+    from xrl_lite.actors import ActorSystem
+
+
+class _DumpsWhatLoads(Settings):
+    """Leaves out of dumps what JSON cannot hold, so that a dumped config loads again."""
+
+    _only_if_plain: ClassVar[tuple[str, ...]] = ()
+
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        values = cast("dict[str, Any]", dump(self))
+        for name in self._only_if_plain:
+            value = getattr(self, name)
+            is_default = value == type(self).model_fields[name].get_default(call_default_factory=True)
+            if (
+                _is_plain(value)
+                and not (is_default and info.exclude_defaults)
+                and not (value is None and info.exclude_none)
+            ):
+                values[name] = value
+        return values
+
+
+class JudgerConfig(_DumpsWhatLoads):
+    """A judger that scores one sample at a time by a function or a service.
+
+    Subclass it and override `build_local` to run a judger of your own in the same places.
+    """
+
+    _only_if_plain = ("reward_handler", "extra_info", "reward_kwargs")
+
+    judger_name: str
+    """Name in messages, metrics and worker logs."""
+
+    reward_handler: Callable[..., Any] | str | None = Field(default=None, exclude=True)
+    """What scores: a callable (sync or async), "package.module:name", "file.py:name", or the URL of a service."""
+
+    request_timeout: float = Field(default=30.0, gt=0)
+    """Longest run of one judgement, in seconds, from when it starts to run; a worker that takes longer is replaced."""
+
+    extra_info: dict[str, Any] = Field(default_factory=dict[str, Any], exclude=True)
+    """Handed to the reward code with every sample, as a shallow copy."""
+
+    cpu_resources: CPUResourcesConfig | None = None
+    """Worker processes to run in. None runs it in this process, where a hang or a crash is only half contained."""
+
+    signature: str = "xtuner"
+    """How the reward function is called: xtuner, verl, verl_batch, trl, trl_chat, openrlhf or areal."""
+
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any], exclude=True)
+    """Further arguments for a reward function of another signature; they win over what the sample gives."""
+
+    on_error: OnError = "fail_sample"
+    """A sample without a score: fail_sample drops it with a message, zero scores it 0.0, raise stops the run."""
+
+    max_initial_failures: int = Field(default=32, ge=0)
+    """Stop the run when so many judgements fail before the first one succeeds; 0 never stops it."""
+
+    max_concurrency: int | None = Field(default=None, gt=0)
+    """Judgements at the same time in one process: by default 64 for async functions and services, otherwise 1.
+    Above 1, a worker runs them in an event loop, so they should wait rather than compute."""
+
+    sync_in: SyncIn = "thread"
+    """Where a sync function runs if there are no workers: a thread with a limit, or the event loop without one."""
+
+    http_retries: int = Field(default=3, ge=0)
+    """Further tries of a service after a connection error, 408, 429 or 5xx."""
+
+    http_backoff_s: float = Field(default=0.2, ge=0)
+    """Wait before the second try of a service, in seconds; doubles with each."""
+
+    gold_template: str | None = None
+    """What a right response looks like, with {label} in it; scored before the run beside a wrong one. None skips that."""
+
+    @field_validator("signature")
+    @classmethod
+    def _known_signature(cls, signature: str) -> str:
+        if signature not in ADAPTERS:
+            raise ConfigError(
+                f"unknown signature {signature!r}.{did_you_mean(signature, ADAPTERS)} Known: {', '.join(ADAPTERS)}."
+            )
+        return signature
+
+    @field_validator("gold_template")
+    @classmethod
+    def _template_has_label(cls, template: str | None) -> str | None:
+        if template is not None and "{label}" not in template:
+            raise ConfigError(f"must contain {{label}}, got {template!r}.")
+        return template
+
+    @model_validator(mode="after")
+    def _handler_can_be_called(self) -> Self:
+        if self.reward_handler is not None and not is_url(self.reward_handler):
+            handler = load_handler(self.reward_handler, judger=self.judger_name)
+            adapter = (
+                handler
+                if isinstance(handler, RewardAdapter)
+                else ADAPTERS[self.signature](handler, reward_kwargs=self.reward_kwargs)
+            )
+            adapter.check(judger=self.judger_name)
+        return self
+
+    @property
+    def policy(self) -> JudgementPolicy:
+        """What the judger does about samples that get no score."""
+        return JudgementPolicy(
+            on_error=self.on_error,
+            request_timeout=self.request_timeout,
+            max_initial_failures=self.max_initial_failures,
+        )
+
+    @property
+    def concurrency_per_worker(self) -> int:
+        """Judgements that one worker process runs at the same time."""
+        return self.max_concurrency or (DEFAULT_CONCURRENCY if self.waits_rather_than_computes() else 1)
+
+    def waits_rather_than_computes(self) -> bool:
+        """Return whether one process may run many judgements at a time."""
+        handler = self.reward_handler
+        if handler is None or type(self).build_local is not JudgerConfig.build_local:
+            return False
+        return is_url(handler) or is_async(load_handler(handler, judger=self.judger_name))
+
+    def gold_response(self, label: Any) -> str | None:
+        """Return a right response for a label, or None where it is not known how one looks."""
+        return None if self.gold_template is None else self.gold_template.replace("{label}", str(label))
+
+    def build_local(self) -> Judger:
+        """Return the judger itself; it runs in the process that calls this. Override it for judgers of your own."""
+        return self.native(self.reward_handler, self.extra_info)
+
+    def native(self, handler: Callable[..., Any] | str | None, extra_info: dict[str, Any]) -> NativeJudger:
+        """Return a native judger with these settings, for presets that wrap the handler or add to `extra_info`."""
+        return NativeJudger(
+            judger_name=self.judger_name,
+            reward_handler=handler,
+            extra_info=extra_info,
+            request_timeout=self.request_timeout,
+            signature=self.signature,
+            reward_kwargs=self.reward_kwargs,
+            sync_in=self.sync_in,
+            max_concurrency=self.max_concurrency or DEFAULT_CONCURRENCY,
+            on_error=self.on_error,
+            max_initial_failures=self.max_initial_failures,
+            http_retries=self.http_retries,
+            http_backoff_s=self.http_backoff_s,
+            gold_response=self.gold_response,
+        )
+
+    def build(self, system: ActorSystem | None = None) -> Judger:
+        """Return the judger, in the place that `cpu_resources` asks for. Returns at once; workers start meanwhile.
+
+        Args:
+            system: The actor system that workers belong to; the default one when not given.
+
+        Raises:
+            ConfigError: there is no reward code, or it cannot be sent to a worker.
+            ResourceError: there are not enough CPU slots.
+        """
+        from xrl_lite.judger.build import build_judger  # it needs these settings
+
+        return build_judger(self, system=system)
+
+
+class ComposedJudgerConfig(_DumpsWhatLoads):
+    """Several judgers, picked and merged by the data source of each sample."""
+
+    _only_if_plain = ("merge_fn",)
+
+    branches: dict[str, AnyJudgerConfig]
+    """Judgers by the names that data sources use."""
+
+    merge_fn: Callable[..., Any] | str | None = Field(default=None, exclude=True)
+    """Makes one reward of several, ``merge(state, {branch: output}) -> state``: a callable or a path. May be async."""
+
+    weights: dict[str, float] | None = None
+    """Instead of `merge_fn`: the score is the sum of the branches' scores with these weights."""
+
+    judger_name: str = "composed"
+    """Name in messages and metrics."""
+
+    on_error: OnError = "fail_sample"
+    """A sample of several branches that gets no score: fail_sample, zero or raise."""
+
+    max_initial_failures: int = Field(default=32, ge=0)
+    """Stop the run when so many merged judgements fail before the first one succeeds; 0 never stops it."""
+
+    @model_validator(mode="after")
+    def _branches_fit(self) -> Self:
+        if self.merge_fn is not None and self.weights is not None:
+            raise ConfigError("give merge_fn or weights, not both.")
+        if isinstance(self.merge_fn, str):
+            load_handler(self.merge_fn, judger=self.judger_name)
+        unknown = [name for name in self.weights or {} if name not in self.branches]
+        if unknown:
+            raise ConfigError(f"weights names the branch {unknown[0]!r}; branches are {', '.join(self.branches)}.")
+        seen: dict[str, JudgerConfig] = {}
+        for config in leaves(self):
+            known = seen.setdefault(config.judger_name, config)
+            if known is not config and known != config:
+                raise ConfigError(
+                    f"two different branches have the judger_name {config.judger_name!r}, so their counts and "
+                    f"logs could not be told apart. Give each its own judger_name."
+                )
+        return self
+
+    def merge_function(self) -> Callable[..., Any] | None:
+        """Return what merges the outputs of several branches, if anything does."""
+        if self.weights is not None:
+            return WeightedMerge(self.weights)
+        return None if self.merge_fn is None else load_handler(self.merge_fn, judger=self.judger_name)
+
+    def build(self, system: ActorSystem | None = None) -> Judger:
+        """Return the composed judger; see `JudgerConfig.build`."""
+        from xrl_lite.judger.build import build_judger  # it needs these settings
+
+        return build_judger(self, system=system)
+
+
+JudgerConfigLike: TypeAlias = JudgerConfig | ComposedJudgerConfig
+
+
+def leaves(config: JudgerConfigLike) -> list[JudgerConfig]:
+    """Return all settings of judgers that are not composed, in the order of branches."""
+    if isinstance(config, JudgerConfig):
+        return [config]
+    return [leaf for branch in config.branches.values() for leaf in leaves(branch)]
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -1,0 +1,202 @@
+"""`NativeJudger`: one reward function, or one scoring service, run where the judger is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Literal, cast
+
+import anyio
+
+from xrl_lite.data.rollout_state import RolloutState
+from xrl_lite.judger.adapters import ADAPTERS, RewardAdapter, XtunerReward, select_needed
+from xrl_lite.judger.base import (
+    Judger,
+    JudgerOutput,
+    JudgerOutputBatch,
+    JudgerPayload,
+    JudgerPayloadBatch,
+    label_of,
+    within,
+)
+from xrl_lite.judger.handler import RewardHandler, is_async, is_url, load_handler
+from xrl_lite.judger.http import HttpScorer
+from xrl_lite.judger.loop_local import LoopLocal
+from xrl_lite.judger.outcome import (
+    JudgementPolicy,
+    JudgerInputError,
+    OnError,
+    RewardValueError,
+    UnsupportedCallError,
+)
+from xrl_lite.judger.serial_thread import SerialThread
+from xrl_lite.judger.stopwatch import execution_starts
+
+DEFAULT_CONCURRENCY = 64
+"""Async judgements of one judger that run at the same time."""
+
+SyncIn = Literal["thread", "loop"]
+
+
+class NativeJudger(Judger):
+    """Scores one sample at a time by a callable or a URL.
+
+    Where the judger is local, a sync function runs in a thread of its own, one call at a time, so the event loop goes
+    on. That is the weak mode: a function that hangs ends as `timeout`, but its thread is only left behind, and one that
+    kills the process kills the run. Worker processes (`JudgerConfig.cpu_resources`) have neither weakness.
+
+    Args:
+        judger_name: Name in messages and metrics.
+        reward_handler: A callable, sync or async; its path; or the URL of a service.
+        extra_info: Handed to the reward code, as a fresh shallow copy for every call.
+        request_timeout: Longest run of one judgement, in seconds.
+        signature: How the reward code is called; see `xrl_lite.judger.adapters`.
+        reward_kwargs: Further arguments for the reward code.
+        sync_in: "loop" runs a sync function right in the event loop, without a thread and without a limit.
+        max_concurrency: Async judgements at the same time.
+        on_error: What happens to a sample without a score.
+        max_initial_failures: So many failures before the first success stop the run; 0 never does.
+        http_retries: Further tries after a connection error, 408, 429 or 5xx.
+        http_backoff_s: Wait before the second try.
+        gold_response: Makes a right response from a label, for the self-test.
+    """
+
+    limits_itself = True
+
+    def __init__(
+        self,
+        judger_name: str = "native_judger",
+        reward_handler: RewardHandler | str | None = None,
+        extra_info: Mapping[str, Any] | None = None,
+        request_timeout: float = 30.0,
+        *,
+        signature: str = "xtuner",
+        reward_kwargs: Mapping[str, Any] | None = None,
+        sync_in: SyncIn = "thread",
+        max_concurrency: int = DEFAULT_CONCURRENCY,
+        on_error: OnError = "fail_sample",
+        max_initial_failures: int = 32,
+        http_retries: int = 3,
+        http_backoff_s: float = 0.2,
+        gold_response: Callable[[Any], str | None] | None = None,
+    ) -> None:
+        super().__init__(judger_name)
+        self.policy = JudgementPolicy(
+            on_error=on_error, request_timeout=request_timeout, max_initial_failures=max_initial_failures
+        )
+        self.reward_handler = reward_handler
+        self.extra_info = dict(extra_info or {})
+        self._http: HttpScorer | None = None
+        self._reward: RewardAdapter | None = None
+        if is_url(reward_handler):
+            self._http = HttpScorer(
+                str(reward_handler), timeout_s=request_timeout, max_retries=http_retries, backoff_s=http_backoff_s
+            )
+            self._reward = XtunerReward(self._http)
+        elif reward_handler is not None:
+            handler = load_handler(reward_handler, judger=judger_name)
+            self._reward = (
+                handler
+                if isinstance(handler, RewardAdapter)
+                else ADAPTERS[signature](handler, reward_kwargs=reward_kwargs)
+            )
+        self._sync_in: SyncIn = sync_in
+        self._thread = SerialThread(f"judger {judger_name}")
+        self._limiter: LoopLocal[anyio.Semaphore] = LoopLocal(partial(anyio.Semaphore, max_concurrency))
+        self._gold_response = gold_response
+
+    @property
+    def request_timeout(self) -> float:
+        """Longest run of one judgement, in seconds."""
+        return self.policy.request_timeout
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the reward code is a coroutine function or a service."""
+        return self._reward is not None and is_async(self._reward)
+
+    def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
+        """Return response and label, and what else the signature needs; all of it if `judge_payload` is overridden."""
+        if type(self).judge_payload is not NativeJudger.judge_payload:
+            return super().preprocess(rollout_state)
+        needs = self._reward.needs if self._reward is not None else frozenset[str]()
+        payload = {"response": rollout_state.response, "label": label_of(rollout_state)}
+        return {**payload, **select_needed(rollout_state, needs)} if needs else payload
+
+    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        """Run the reward code on one payload.
+
+        Raises:
+            JudgerInputError: a list, no response or no label.
+            JudgementTimeoutError: it ran longer than `request_timeout`.
+            RewardValueError: it returned nothing, or not a dict.
+            Exception: what the reward code raised.
+        """
+        single = _check(payload)
+        if self._reward is None:
+            return _accept(None)
+        if self.is_async:
+            async with self._limiter.get():
+                execution_starts()
+                return _accept(await within(self.request_timeout, self._call_async, single))
+        if self._sync_in == "loop":
+            result = self._call(single)
+        else:
+            result = await self._thread.run(partial(self._call, single), limit_s=self.request_timeout)
+        if inspect.isawaitable(result):  # a sync callable that returns a coroutine
+            result = await within(self.request_timeout, _wait, result)
+        return _accept(result)
+
+    def judge_payload_here(self, payload: JudgerPayloadBatch) -> JudgerOutput:
+        """Run sync reward code on one payload in this very thread, without a limit. For worker processes."""
+        single = _check(payload)
+        return _accept(None if self._reward is None else self._call(single))
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        """Not supported: one function call scores one sample."""
+        raise UnsupportedCallError("NativeJudger does not support batch_judge.")
+
+    def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return what the config says a right response looks like."""
+        return self._gold_response(label) if self._gold_response is not None else None
+
+    async def aclose(self) -> None:
+        """Close connections to the service."""
+        if self._http is not None:
+            await self._http.aclose()
+
+    def _call(self, payload: JudgerPayload) -> Any:
+        assert self._reward is not None
+        return self._reward(payload, self.extra_info)
+
+    async def _call_async(self, payload: JudgerPayload) -> Any:
+        return await self._call(payload)
+
+
+async def _wait(result: Any) -> Any:
+    return await result
+
+
+def _check(payload: JudgerPayloadBatch) -> JudgerPayload:
+    if isinstance(payload, list):
+        raise JudgerInputError("NativeJudger does not support batch payloads.")
+    if payload["response"] is None:
+        raise JudgerInputError(
+            "RolloutState must have a response for judging. Decode the response_ids in the agent loop first."
+        )
+    if payload["label"] is None:
+        raise JudgerInputError(
+            "RolloutState must have reward_model with 'ground_truth' for judging. The data set has to give it."
+        )
+    return payload
+
+
+def _accept(result: Any) -> JudgerOutput:
+    if result is None:
+        raise RewardValueError("Reward handler did not return a response.")
+    if not isinstance(result, dict):
+        raise RewardValueError(
+            f"Reward handler must return a dict, but got {type(result)}. It returned {result!r:.200}."
+        )
+    return cast("JudgerOutput", result)

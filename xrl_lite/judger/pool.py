@@ -1,0 +1,89 @@
+"""`JudgerPool`: several replicas of one judger, used in turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import anyio
+
+from xrl_lite.data.rollout_state import RolloutState
+from xrl_lite.errors import ActorUnavailableError
+from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch
+from xrl_lite.judger.outcome import JudgementPolicy, no_worker_left
+from xrl_lite.judger.remote import RemoteJudger
+from xrl_lite.judger.slots import Slots
+from xrl_lite.judger.stopwatch import execution_starts
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class JudgerPool(Judger):
+    """Hands payloads to replicas, in rotation from replica 0.
+
+    ::
+
+        judge_payload --> next replica in turn that has a place --> output, as each one ends
+          waits for    a place at any replica, first come first served
+          is woken by  the next judgement that ends anywhere
+
+    A replica that is busy with an endless judgement is passed over, so others do not wait behind it. One without a
+    worker left is not used again.
+
+    Args:
+        replicas: At least one; all of them score alike.
+        judger_name: Name in messages and metrics.
+        policy: What happens to a sample without a score.
+    """
+
+    limits_itself = True
+
+    def __init__(self, replicas: list[Judger], judger_name: str, *, policy: JudgementPolicy | None = None) -> None:
+        super().__init__(judger_name)
+        if not replicas:
+            raise ValueError("JudgerPool requires at least one replica.")
+        self.replicas = replicas
+        self.policy = policy or replicas[0].policy
+        self._slots = Slots(
+            [replica.max_concurrency if isinstance(replica, RemoteJudger) else None for replica in replicas]
+        )
+
+    def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
+        """Make the payload, as the first replica does."""
+        return self.replicas[0].preprocess(rollout_state)
+
+    def postprocess(self, rollout_state: RolloutState, output: JudgerOutput) -> RolloutState:
+        """Write the output, as the first replica does."""
+        return self.replicas[0].postprocess(rollout_state, output)
+
+    def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return what the first replica says."""
+        return self.replicas[0].gold_response(rollout_state, label)
+
+    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        """Score at the next replica that has a place; a list goes to one replica as a whole.
+
+        Raises:
+            JudgerError: no replica has a worker left.
+            Exception: what the replica raised.
+        """
+        while True:
+            index = await self._slots.acquire()
+            execution_starts()
+            try:
+                return await self.replicas[index].judge_payload(payload)
+            except ActorUnavailableError as error:
+                logger.error("judger %r: replica %d is not used any more: %s", self.get_judger_name(), index, error)  # noqa: TRY400 - the message holds the cause
+                self._slots.retire(index, no_worker_left(self.get_judger_name(), error))
+            finally:
+                self._slots.release(index)
+
+    def get_worker_status(self) -> dict[str, int]:
+        """Return what is in flight at each replica."""
+        return {f"{self.get_judger_name()}[{index}]": load for index, load in enumerate(self._slots.loads)}
+
+    async def aclose(self) -> None:
+        """End all workers."""
+        async with anyio.create_task_group() as closing:
+            for replica in self.replicas:
+                closing.start_soon(replica.aclose)

@@ -1,0 +1,1 @@
+"""Judgers that are ready to use."""

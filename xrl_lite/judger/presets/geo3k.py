@@ -1,0 +1,47 @@
+"""Geometry3K: an answer in a box behind a think block; most of the score is the answer, a part is the form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from xrl_lite.judger.config import JudgerConfig
+from xrl_lite.judger.math_answers import last_boxed, same_answer
+
+_FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
+
+
+def compute_reward(response: str, label: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``(1 - f) * acc + f * form`` with f = ``extra_info["format_score"]``.
+
+    ``use_boxed`` False compares the whole response instead of what is in the box.
+    """
+    share = extra_info.get("format_score", 0.1)
+    answer = last_boxed(response) if extra_info.get("use_boxed", True) else response
+    acc = 1.0 if answer is not None and same_answer(answer, str(label)) else 0.0
+    form = 1.0 if _FORM.fullmatch(response.strip()) else 0.0
+    return {"score": (1.0 - share) * acc + share * form, "acc": acc}
+
+
+def _default_extra_info() -> dict[str, Any]:
+    return {"format_score": 0.1, "use_boxed": True}
+
+
+class GEO3KJudgerConfig(JudgerConfig):
+    r"""Compares the answer in the last ``\boxed{}`` with the label, and rewards the form a little."""
+
+    judger_name: str = "hiyouga/geometry3k"
+    """Name in messages and metrics."""
+
+    reward_handler: Any = Field(default=compute_reward, exclude=True)
+    """What scores."""
+
+    extra_info: dict[str, Any] = Field(default_factory=_default_extra_info, exclude=True)
+    """``format_score``: share of the score given for the form; ``use_boxed``: whether the answer stands in a box."""
+
+    def gold_response(self, label: Any) -> str | None:
+        """Return the label in a box behind an empty think block."""
+        return f"<think></think>\\boxed{{{label}}}" if self.extra_info.get("use_boxed", True) else str(label)

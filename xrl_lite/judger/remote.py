@@ -1,0 +1,206 @@
+"""`RemoteJudger`: the caller's side of a judger in a worker process, and `JudgerActor`, the side in that process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable
+from typing import Any, Protocol, cast
+
+import anyio
+
+from xrl_lite.data.rollout_state import RolloutState
+from xrl_lite.errors import ActorDiedError
+from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, within
+from xrl_lite.judger.native import NativeJudger
+from xrl_lite.judger.outcome import JudgementPolicy
+from xrl_lite.judger.slots import Slots
+from xrl_lite.judger.stopwatch import execution_starts
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_ATTEMPTS = 2
+"""A payload is sent once more when its worker died; a second death is its own doing."""
+
+
+class _RemoteMethod(Protocol):
+    def remote(self, payload: JudgerPayloadBatch, /) -> Awaitable[JudgerOutputBatch]: ...
+
+
+class RayJudgerProxy(Protocol):
+    """What `RemoteJudger` needs of an actor handle: ``handle.judge_payload.remote(payload)`` gives an awaitable.
+
+    Where ``judge_payload`` has ``options(timeout_s=...)``, the limit is set there, and is then a hard one.
+    """
+
+    @property
+    def judge_payload(self) -> Any:
+        """The remote method."""
+        ...
+
+
+class BuildsJudger(Protocol):
+    """A config, as seen from the worker."""
+
+    def build_local(self) -> Judger:
+        """Return the judger that does the work."""
+        ...
+
+
+class RemoteJudger(Judger):
+    """Sends payloads to a judger in a worker process. `preprocess` and `postprocess` run in the caller's process.
+
+    Args:
+        actor: Handle of a `JudgerActor`.
+        judger_name: Name in messages and metrics.
+        preprocess_judger: Whose `preprocess` and `postprocess` to use; the template's when not given.
+        policy: What happens to a sample without a score, and how long one judgement may run.
+        max_concurrency: Judgements with the worker at the same time; others wait here, so that one that hangs holds up
+            nothing but itself. No limit when not given.
+    """
+
+    limits_itself = True
+
+    def __init__(
+        self,
+        actor: RayJudgerProxy,
+        judger_name: str,
+        preprocess_judger: Judger | None = None,
+        *,
+        policy: JudgementPolicy | None = None,
+        max_concurrency: int | None = None,
+    ) -> None:
+        super().__init__(judger_name)
+        self.actor = actor
+        self.preprocess_judger = preprocess_judger
+        self.policy = policy or JudgementPolicy()
+        self.max_concurrency = max_concurrency
+        self._slots = Slots([max_concurrency])
+
+    def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
+        """Make the payload here, so that only it travels."""
+        if self.preprocess_judger is not None:
+            return self.preprocess_judger.preprocess(rollout_state)
+        return super().preprocess(rollout_state)
+
+    def postprocess(self, rollout_state: RolloutState, output: JudgerOutput) -> RolloutState:
+        """Write the output into the state here."""
+        if self.preprocess_judger is not None:
+            return self.preprocess_judger.postprocess(rollout_state, output)
+        return super().postprocess(rollout_state, output)
+
+    def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return what the judger behind it says."""
+        return None if self.preprocess_judger is None else self.preprocess_judger.gold_response(rollout_state, label)
+
+    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        """Score in the worker. Waits for a place at it; cancelling frees the place, and the worker.
+
+        Raises:
+            ActorTimeoutError: the judgement ran longer than the limit; the worker was replaced.
+            ActorDiedError: the worker died, and so did the next one on the same payload.
+            ActorUnavailableError: no worker is left.
+            Exception: what the reward code raised.
+        """
+        await self._slots.acquire()
+        execution_starts()
+        try:
+            return await self._send(payload)
+        finally:
+            self._slots.release(0)
+
+    async def aclose(self) -> None:
+        """End the worker."""
+        if self.preprocess_judger is not None:
+            await self.preprocess_judger.aclose()
+        stop = getattr(self.actor, "stop", None)
+        if stop is not None:
+            await stop()
+
+    async def _send(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            try:
+                return await self._send_once(payload)
+            except ActorDiedError as error:
+                if attempt == MAX_ATTEMPTS:
+                    raise
+                logger.warning("judger %r: sending a payload again, its worker died: %s", self.get_judger_name(), error)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _send_once(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        limit_s = self.policy.request_timeout
+        method = self.actor.judge_payload
+        if hasattr(method, "options"):
+            return await cast("_RemoteMethod", method.options(timeout_s=limit_s)).remote(payload)
+        return await within(limit_s, method.remote, payload)
+
+
+class JudgerActor:
+    """Holds the judger in the worker process. One judgement at a time, in the main thread, where it can be killed.
+
+    Args:
+        judger_config: Whatever has `build_local`.
+    """
+
+    def __init__(self, judger_config: BuildsJudger) -> None:
+        self.judger = judger_config.build_local()
+        self._runner: asyncio.Runner | None = None
+
+    def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        """Score one payload, or several if the judger can."""
+        judger = self.judger
+        if (
+            isinstance(judger, NativeJudger)
+            and not judger.is_async
+            and type(judger).judge_payload is NativeJudger.judge_payload
+        ):
+            result: Any = judger.judge_payload_here(payload)
+        else:
+            result = self._run(payload)
+        return result
+
+    def _run(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        if _a_loop_runs_here():  # a backend without processes
+            return _run_in_thread(self.judger, payload)
+        if self._runner is None:
+            self._runner = asyncio.Runner()  # kept: clients and limiters belong to a loop
+        return self._runner.run(self.judger.judge_payload(payload))
+
+
+class ConcurrentJudgerActor(JudgerActor):
+    """For reward code that waits rather than computes: many judgements at a time, in the event loop of the worker."""
+
+    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Score one payload, or several if the judger can."""
+        return await self.judger.judge_payload(payload)
+
+
+RayJudger = JudgerActor
+"""Name under which XTuner exports the actor class."""
+
+
+def _a_loop_runs_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def _run_in_thread(judger: Judger, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    results: list[JudgerOutputBatch] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(anyio.run(judger.judge_payload, payload))
+        except Exception as error:  # noqa: BLE001 - raised again below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]

@@ -1,0 +1,48 @@
+"""Time in line and time at work, told apart across the layers of a judger.
+
+Whoever measures opens a stopwatch; whoever holds a judgement back (a pool without a free worker, a full limiter) says
+when it stops waiting. The stopwatch is found through the context of the task, so no layer hands it on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from time import perf_counter
+
+
+class Stopwatch:
+    """Notes when a judgement was asked for and when it started to run."""
+
+    def __init__(self) -> None:
+        self._asked = self._started = perf_counter()
+
+    def start(self) -> None:
+        """Note that the judgement starts to run now; the last note counts."""
+        self._started = perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds waited and the seconds run so far."""
+        return self._started - self._asked, perf_counter() - self._started
+
+
+_current: ContextVar[Stopwatch | None] = ContextVar("xrl_lite_judger_stopwatch", default=None)
+
+
+@contextmanager
+def stopwatch() -> Iterator[Stopwatch]:
+    """Measure the judgement made in this block."""
+    watch = Stopwatch()
+    token = _current.set(watch)
+    try:
+        yield watch
+    finally:
+        _current.reset(token)
+
+
+def execution_starts() -> None:
+    """Say that the judgement being measured, if any, has left the line."""
+    watch = _current.get()
+    if watch is not None:
+        watch.start()

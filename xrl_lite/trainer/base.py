@@ -1,0 +1,339 @@
+"""The training loop that all modes share, and the nine places where a mode (or a user's subclass) can act.
+
+::
+
+    on_init_end                                    weights of the start are with every replica
+    on_train_begin
+    [on_validate_begin, evaluation, on_validate_end]
+    each step:
+        on_step_begin
+        on_sample_begin  produce, sample a batch  on_sample_end
+        advantages -> optimizer update
+        [checkpoint]
+        on_step_end                                weights go to the replicas
+        metrics
+        [on_validate_begin, evaluation, on_validate_end]
+    on_train_end                                   always, also after an error
+
+Waits for    batches, updates and syncs, each with the deadline of its part
+Is woken by  the parts; a stop request is looked at between two steps
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from xrl_lite.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from xrl_lite.data import RolloutState
+from xrl_lite.errors import RunError
+from xrl_lite.log import get_logger
+from xrl_lite.replay_buffer import PromptGroup
+from xrl_lite.trainer.checkpoint import CheckpointCallback, CheckpointStore, read_state
+from xrl_lite.trainer.prepare import prepare_train_data
+from xrl_lite.trainer.stop import StopRequest
+
+if TYPE_CHECKING:
+    from xrl_lite.agent_loop import AgentLoopManager
+    from xrl_lite.engine.batch import TrainBatch
+    from xrl_lite.engine.controller import TrainingController
+    from xrl_lite.replay_buffer import ReplayBuffer
+    from xrl_lite.trainer.config import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
+    from xrl_lite.trainer.evaluation import Evaluator
+    from xrl_lite.trainer.report import Reporter
+    from xrl_lite.trainer.run_folder import RunFolder
+    from xrl_lite.weight_sync import WeightSync
+
+logger = get_logger(__name__)
+
+
+class JudgerStatistics(Protocol):
+    """Counts what became of judgements."""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return counters per judger."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerParts:
+    """What a trainer is made of; `xrl_lite.run` puts them together."""
+
+    engine: TrainingController
+    """Trains."""
+    weight_sync: WeightSync
+    """Brings weights from the engine to the replicas."""
+    manager: AgentLoopManager
+    """Produces groups."""
+    replay_buffer: ReplayBuffer
+    """Holds groups."""
+    evaluator: Evaluator | None
+    """Measures held-out accuracy."""
+    judger: JudgerStatistics
+    """Its counters go into the metrics."""
+    folder: RunFolder
+    """Where everything is written."""
+    store: CheckpointStore
+    """Where checkpoints are kept."""
+    callback: CheckpointCallback
+    """Runs after each checkpoint."""
+    reporter: Reporter
+    """Shows what happens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings:
+    """The parts of the run's settings that the loop reads."""
+
+    trainer: TrainerConfig
+    evaluation: EvaluationConfig
+    checkpoint: CheckpointConfig
+    report: ReportConfig
+
+
+@dataclass
+class StepTimes:
+    """Seconds of the parts of one step."""
+
+    started: float = field(default_factory=time.perf_counter)
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Measure a part."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
+
+    def metrics(self, num_tokens: float) -> dict[str, float]:
+        """Return all parts, the rest as other, and the tokens generated per second of the step."""
+        step = time.perf_counter() - self.started
+        other = step - sum(self.parts.values())
+        return {
+            "time/step": step,
+            **{f"time/{name}": value for name, value in self.parts.items()},
+            "time/other": other,
+            "time/tokens_per_s": num_tokens / step,
+        }
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    last_step: int
+    """Last step that was trained."""
+    stopped: bool
+    """Whether it was asked to stop before its end."""
+    checkpoint: Path | None
+    """Newest checkpoint."""
+
+
+class RLTrainer(ABC):
+    """Runs the loop; subclasses say how batches are produced and when weights move.
+
+    Args:
+        parts: What it is made of.
+        settings: What it reads.
+        stop: Looked at between steps.
+    """
+
+    def __init__(self, parts: TrainerParts, settings: TrainerSettings, stop: StopRequest) -> None:
+        self.parts = parts
+        self.settings = settings
+        self.stop = stop
+        self.global_step = 0
+        self.times = StepTimes()
+        self._estimator = ADVANTAGE_ESTIMATORS.resolve(settings.trainer.advantage)
+        self._steps_without_signal = 0
+        self._checkpoint: Path | None = None
+
+    async def fit(self, checkpoint: Path | None = None) -> RunSummary:
+        """Train from a checkpoint or from the start, until the last step or a stop request.
+
+        Raises:
+            RunError: the run cannot go on; the message says why.
+        """
+        last_step = self.settings.trainer.num_steps
+        if checkpoint is not None:
+            await self._load(checkpoint)
+        await self.on_init_end()
+        if self.global_step == 0 and self.settings.evaluation.at_start:
+            await self._evaluate()
+        self.parts.reporter.start(num_steps=last_step, first_step=self.global_step + 1)
+        await self.on_train_begin()
+        try:
+            while self.global_step < last_step and not self.stop.requested:
+                self.global_step += 1
+                await self._run_step()
+            if self.global_step > 0:
+                await self._save()
+        finally:
+            await self.on_train_end()
+            self.parts.reporter.finish()
+        return RunSummary(self.global_step, self.global_step < last_step, self._checkpoint)
+
+    # --- the nine hooks, in the order in which they are called
+
+    async def on_init_end(self) -> None:
+        """Everything is built and, on resume, loaded."""
+
+    async def on_train_begin(self) -> None:
+        """The first step comes next."""
+
+    async def on_validate_begin(self) -> None:
+        """An evaluation comes next."""
+
+    async def on_validate_end(self) -> None:
+        """An evaluation ended."""
+
+    async def on_step_begin(self) -> None:
+        """A step begins; `global_step` is its number, counted from 1."""
+
+    async def on_sample_begin(self) -> None:
+        """A batch is needed."""
+
+    @abstractmethod
+    async def on_sample_end(self) -> None:
+        """A batch was taken."""
+
+    @abstractmethod
+    async def on_step_end(self) -> None:
+        """The weights were updated."""
+
+    async def on_train_end(self) -> None:
+        """No step will follow. Called after an error too."""
+
+    @abstractmethod
+    async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, float]]:
+        """Return the groups to train on, and metrics of the buffer."""
+
+    def _prepare_train_data(self, groups: list[list[RolloutState]]) -> tuple[TrainBatch, dict[str, float]]:
+        """Turn scored groups into one optimizer step; override to change what is trained on."""
+        return prepare_train_data(groups, estimator=self._estimator)
+
+    # --- one step
+
+    async def _run_step(self) -> None:
+        self.times = StepTimes()
+        await self.on_step_begin()
+        await self.on_sample_begin()
+        groups, buffer_metrics = await self.sample_batch(self.settings.trainer.groups_per_step)
+        await self.on_sample_end()
+        states = [state for group in groups for state in group.states]
+        batch, metrics = self._prepare_train_data([group.states for group in groups])
+        with self.times.part("train"):
+            metrics |= await self.parts.engine.train_batch(batch)
+        await self.on_step_end()
+        self._write(metrics | buffer_metrics | self._judger_metrics(), states)
+        self._check_health(metrics)
+        if self._is_due(self.settings.checkpoint.every_steps):
+            await self._save()
+        if self._is_due(self.settings.evaluation.every_steps) or self._is_last:
+            await self._evaluate()
+
+    def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
+        if self.settings.report.save_rollouts:
+            self.parts.folder.write_rollouts(self.global_step, [rollout_record(state) for state in states])
+        record = {**metrics, **self.times.metrics(metrics["num_tokens"])}
+        self.parts.folder.write_metrics({"step": self.global_step, **record})
+        self.parts.reporter.step(self.global_step, record)
+        if self._is_due(self.settings.report.completions_every):
+            self.parts.reporter.completions(self.global_step, states[: self.settings.report.num_completions])
+
+    def _judger_metrics(self) -> dict[str, float]:
+        return {
+            f"{'time/' if name.endswith('_s') else ''}judger/{judger}/{name}": float(value)
+            for judger, counters in self.parts.judger.statistics().items()
+            for name, value in counters.items()
+        }
+
+    def _check_health(self, metrics: dict[str, float]) -> None:
+        config = self.settings.trainer
+        self._steps_without_signal = 0 if metrics["frac_reward_zero_std"] < 1.0 else self._steps_without_signal + 1
+        if self._steps_without_signal >= config.max_steps_without_signal:
+            raise RunError(
+                f"No group had two different rewards for {self._steps_without_signal} steps in a row "
+                f"(reward {metrics['reward']:.3f}), so there is nothing to learn from. Is the task too hard or too "
+                f"easy for the model, or is the judger wrong? See {self.parts.folder.path / 'rollouts'}."
+            )
+        gap = metrics.get("logprob_gap/mean", 0.0)
+        if gap > config.max_logprob_gap:
+            raise RunError(
+                f"Trainer and rollout engine disagree about the same tokens by {gap:.3f} nats on average, more than "
+                f"max_logprob_gap={config.max_logprob_gap}. They hold different weights, or use different types "
+                f"(engine.dtype, rollout.dtype), temperatures or chat templates."
+            )
+
+    # --- evaluation and checkpoints
+
+    async def _evaluate(self) -> None:
+        if self.parts.evaluator is None:
+            return
+        await self.on_validate_begin()
+        started = time.perf_counter()
+        metrics = await self.parts.evaluator.evaluate()
+        elapsed = {"time/evaluation": time.perf_counter() - started}
+        await self.on_validate_end()
+        self.parts.folder.write_metrics({"step": self.global_step, **metrics, **elapsed})
+        self.parts.reporter.evaluation(self.global_step, metrics)
+
+    async def _save(self) -> None:
+        export = self.settings.checkpoint.export_hf
+
+        async def write_engine(folder: Path, hf_folder: Path) -> None:
+            await self.parts.engine.save_checkpoint(folder, hf_folder=hf_folder if export else None)
+
+        state = {
+            "global_step": self.global_step,
+            "sampler": self.parts.manager.sampler.state_dict(),
+            "steps_without_signal": self._steps_without_signal,
+        }
+        self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
+        self.parts.callback.on_save(
+            trainer=self, global_step=self.global_step, checkpoint_dir=str(self._checkpoint), async_save=False
+        )
+
+    async def _load(self, checkpoint: Path) -> None:
+        state = read_state(checkpoint)
+        await self.parts.engine.load_checkpoint(checkpoint / "engine")
+        self.parts.manager.sampler.load_state_dict(state["sampler"])
+        self.global_step = state["global_step"]
+        self._steps_without_signal = state["steps_without_signal"]
+        self._checkpoint = checkpoint
+        self.parts.folder.forget_after(self.global_step)
+        self.parts.reporter.note(f"going on after step {self.global_step} from {checkpoint}")
+
+    def _is_due(self, every_steps: int) -> bool:
+        return every_steps > 0 and self.global_step % every_steps == 0
+
+    @property
+    def _is_last(self) -> bool:
+        return self.global_step == self.settings.trainer.num_steps
+
+
+def rollout_record(state: RolloutState) -> dict[str, Any]:
+    """Return what rollouts/step_*.jsonl keeps of an attempt."""
+    return {
+        "group_id": state.group_id,
+        "rollout_id": state.rollout_id,
+        "task": state.task_name,
+        "row": state.extra_fields.get("row"),
+        "data_source": state.data_source,
+        "status": state.status.value,
+        "finish_reason": state.finish_reason,
+        "error": state.error_msg,
+        "prompt": state.message,
+        "response": state.response,
+        "response_ids": state.response_ids,
+        "ground_truth": (state.reward_model or {}).get("ground_truth"),
+        "reward": state.reward,
+        "policy_versions": sorted(set(state.response_model_steps or [])),
+    }

@@ -1,0 +1,212 @@
+"""Checkpoints that are either complete or not there.
+
+A checkpoint is written aside, flushed to the disk, renamed, and marked complete with the size of each of its files.
+Anything without a valid marker is torn: never loaded, and named in a warning.
+
+::
+
+    checkpoints/step_000050/
+        engine/          state of the training ranks (torch.distributed.checkpoint)
+        huggingface/     the model as a Hugging Face folder
+        state.json       step, policy version, sampler, counters
+        COMPLETE         marker: sizes of the files above
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from xrl_lite.errors import CheckpointError
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+MARKER = "COMPLETE"
+ENGINE = "engine"
+HUGGINGFACE = "huggingface"
+STATE = "state.json"
+_ASIDE = ".writing-"
+
+WriteEngine = Callable[[Path, Path], Awaitable[None]]
+"""Writes the ranks' state to a folder, and the model to another."""
+
+
+class CheckpointCallback:
+    """Runs after each checkpoint; subclass it and name it in `CheckpointConfig.callback`.
+
+    Args:
+        config: The run's settings.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def on_save(
+        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
+    ) -> None:
+        """Called once the checkpoint is complete on the disk. An exception stops the run.
+
+        Args:
+            trainer: The trainer.
+            global_step: Step the checkpoint was made after.
+            checkpoint_dir: Its folder.
+            async_save: Always False here: nothing is being written any more.
+            **kwargs: For future use; accept it.
+        """
+
+
+class CheckpointStore:
+    """The checkpoints of a run.
+
+    Args:
+        folder: Where they lie.
+        keep: Newest ones to keep.
+    """
+
+    def __init__(self, folder: Path, *, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    async def save(self, step: int, state: dict[str, Any], write_engine: WriteEngine) -> Path:
+        """Write a checkpoint, then drop the oldest beyond `keep`. Saving a step twice keeps the first.
+
+        Raises:
+            CheckpointError: it could not be written, for example because the disk is full; older ones are untouched.
+        """
+        final = self._folder / f"step_{step:06d}"
+        if is_complete(final):
+            return final
+        self._sweep()
+        aside = self._folder / f"{_ASIDE}step_{step:06d}"
+        try:
+            aside.mkdir(parents=True)
+            await write_engine(aside / ENGINE, aside / HUGGINGFACE)
+            (aside / STATE).write_text(json.dumps(state), encoding="utf-8")
+            sizes = _flush(aside)
+            if final.exists():  # torn: complete ones were returned above
+                shutil.rmtree(final)
+            aside.rename(final)
+            _mark(final, sizes)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            free = shutil.disk_usage(self._folder).free if self._folder.exists() else 0
+            raise CheckpointError(
+                f"The checkpoint of step {step} could not be written to {final}: {error} "
+                f"({free / 1e6:.0f} MB free). Older checkpoints are untouched. "
+                f"Free some space, then go on with checkpoint.resume=auto."
+            ) from error
+        for old in complete_checkpoints(self._folder)[: -self._keep]:
+            shutil.rmtree(old)
+        return final
+
+    def _sweep(self) -> None:
+        for left in self._folder.glob(f"{_ASIDE}*"):
+            shutil.rmtree(left)
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first; torn ones are named in a warning."""
+    found = sorted(folder.glob("step_*"))
+    for path in found:
+        if not is_complete(path):
+            logger.warning("checkpoint %s is torn and will not be used: %s", path, _what_is_wrong(path))
+    return [path for path in found if is_complete(path)]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a checkpoint has its marker and every file in its full size."""
+    return _what_is_wrong(path) is None
+
+
+def find_checkpoint(resume: str, folder: Path) -> Path | None:
+    """Return the checkpoint to start from, or None to start anew.
+
+    Args:
+        resume: never, auto, or the path of a checkpoint.
+        folder: Checkpoints of this run.
+
+    Raises:
+        CheckpointError: the named one is missing or torn, or auto finds only torn ones: starting over silently would
+            throw the run away.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        return require_complete(Path(resume))
+    complete = complete_checkpoints(folder)
+    if complete:
+        return complete[-1]
+    torn = sorted(folder.glob("step_*"))
+    if torn:
+        raise CheckpointError(
+            f"No checkpoint in {folder} is complete, so resume=auto has nothing to go on from. Torn: "
+            + "; ".join(f"{path.name}: {_what_is_wrong(path)}" for path in torn)
+            + ". Remove them to start over, or use another name."
+        )
+    return None
+
+
+def require_complete(path: Path) -> Path:
+    """Return the path if it is a complete checkpoint.
+
+    Raises:
+        CheckpointError: it is not; says what is wrong, and which complete ones lie beside it.
+    """
+    problem = _what_is_wrong(path)
+    if problem is None:
+        return path
+    beside = [other.name for other in sorted(path.parent.glob("step_*")) if is_complete(other)]
+    hint = f" Complete ones beside it: {', '.join(beside)}." if beside else ""
+    raise CheckpointError(f"{path} cannot be used: {problem}.{hint}")
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the driver's part of a checkpoint."""
+    return json.loads((path / STATE).read_text(encoding="utf-8"))
+
+
+def _what_is_wrong(path: Path) -> str | None:
+    if not path.is_dir():
+        return "there is no such folder"
+    try:
+        sizes: dict[str, int] = json.loads((path / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"it has no {MARKER} marker, so writing it did not end"
+    for name, size in sizes.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size} bytes, {size} were written"
+    return None
+
+
+def _flush(folder: Path) -> dict[str, int]:
+    """Flush every file to the disk and return their sizes."""
+    sizes: dict[str, int] = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        _fsync(file)
+        sizes[str(file.relative_to(folder))] = file.stat().st_size
+    return sizes
+
+
+def _mark(folder: Path, sizes: dict[str, int]) -> None:
+    aside = folder / f"{MARKER}.tmp"
+    aside.write_text(json.dumps(sizes), encoding="utf-8")
+    _fsync(aside)
+    aside.rename(folder / MARKER)
+    _fsync(folder)
+    _fsync(folder.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,93 @@
+"""Settings of the training loop, evaluation, checkpoints and reports. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from xrl_lite.data import DataConfig, SampleParams
+from xrl_lite.settings import Settings
+
+
+class TrainerConfig(Settings):
+    """How large a step is, how many there are, and what an advantage is."""
+
+    mode: Literal["sync"] = "sync"
+    """Generation and training take turns: every sample is of the policy that is trained."""
+
+    num_steps: int = Field(default=100, gt=0)
+    """Steps of the run."""
+
+    groups_per_step: int = Field(default=32, gt=0)
+    """Groups that one step is trained on."""
+
+    advantage: str = "grpo"
+    """Advantage estimator: grpo, dr_grpo or rloo. All compare an attempt with its siblings."""
+
+    max_failed_groups: int | None = Field(default=None, ge=0)
+    """Groups that may fail while one batch is produced before the run stops; 4 batches' worth when not given."""
+
+    max_steps_without_signal: int = Field(default=20, gt=0)
+    """Stop after so many steps in a row in which no group had two different rewards."""
+
+    max_logprob_gap: float = Field(default=1.0, gt=0)
+    """Stop when the log-probs of trainer and rollout engine differ by more than this on average: they then hold
+    different weights."""
+
+
+class EvaluationConfig(Settings):
+    """Accuracy on held-out rows."""
+
+    data: DataConfig | None = None
+    """Held-out rows; no evaluation when not given."""
+
+    every_steps: int = Field(default=25, ge=0)
+    """Evaluate every so many steps; 0 for only before and after."""
+
+    at_start: bool = True
+    """Evaluate before the first step."""
+
+    sample_params: dict[str, SampleParams] = Field(
+        default_factory=lambda: {
+            "greedy": SampleParams(temperature=0.0, max_tokens=512),
+            "sampled": SampleParams(temperature=1.0, max_tokens=512),
+        }
+    )
+    """Ways of sampling, by name; each gives an accuracy of its own."""
+
+    success_score: float = 0.5
+    """An answer counts as right when its score is above this."""
+
+
+class CheckpointConfig(Settings):
+    """When the run is saved, and where it starts."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Save every so many steps; 0 for only at the end and when the run is stopped."""
+
+    keep: int = Field(default=2, gt=0)
+    """Newest checkpoints to keep."""
+
+    export_hf: bool = True
+    """Also write each checkpoint's model as a Hugging Face folder."""
+
+    resume: str = "never"
+    """never: start anew, in a folder of its own. auto: go on from the newest complete checkpoint of this run's folder,
+    or start if the folder has no run. Or the path of a checkpoint."""
+
+    callback: str | None = None
+    """Path of a CheckpointCallback class, "package.module:Class" or "file.py:Class"."""
+
+
+class ReportConfig(Settings):
+    """What is shown and kept."""
+
+    completions_every: int = Field(default=25, ge=0)
+    """Show a table of sample completions every so many steps; 0 for never."""
+
+    num_completions: int = Field(default=4, gt=0)
+    """Rows of that table."""
+
+    save_rollouts: bool = True
+    """Write every trained attempt to rollouts/step_*.jsonl."""

@@ -1,0 +1,120 @@
+"""The folder of a run: who may write to it, and what lies where.
+
+::
+
+    runs/<name>/
+        config.yaml          the resolved settings; load it to repeat the run
+        metrics.jsonl        a line per step and per evaluation
+        rollouts/            step_*.jsonl: every trained attempt
+        logs/                driver.log and one log per actor
+        checkpoints/         step_*/, complete ones only
+        learning_curve.png
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from xrl_lite.errors import RunError
+
+LOCK = "run.lock"
+
+
+class RunFolder:
+    """A folder that this process alone writes to, until it closes it or ends, however it ends.
+
+    Args:
+        path: The folder; made if it does not exist.
+
+    Raises:
+        RunError: another process is using it; says which.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = _lock(path)
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.metrics_file = path / "metrics.jsonl"
+
+    @classmethod
+    def unused(cls, path: Path) -> RunFolder:
+        """Take `path`, or `path-2`, `path-3`, ... if it holds an earlier run.
+
+        Raises:
+            RunError: `path` is in use right now.
+        """
+        folder, number = cls(path), 1
+        while folder.has_run:
+            folder.close()
+            number += 1
+            folder = cls(path.with_name(f"{path.name}-{number}"))
+        return folder
+
+    @property
+    def has_run(self) -> bool:
+        """Whether a run was started here."""
+        return (self.path / "config.yaml").exists()
+
+    def write_metrics(self, record: dict[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+        with self.metrics_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def metrics(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of metrics.jsonl; a torn last line is left out."""
+        if not self.metrics_file.exists():
+            return
+        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError:
+                continue
+
+    def forget_after(self, step: int) -> None:
+        """Drop what was written for steps after `step`: they will be run again."""
+        kept = [record for record in self.metrics() if record["step"] <= step]
+        aside = self.metrics_file.with_suffix(".tmp")
+        aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        aside.replace(self.metrics_file)
+        for file in self.path.glob("rollouts/step_*.jsonl"):
+            if int(file.stem.removeprefix("step_")) > step:
+                file.unlink()
+
+    def write_rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
+        """Write the attempts that a step was trained on."""
+        file = self.path / "rollouts" / f"step_{step:06d}.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text("".join(json.dumps(record, default=str) + "\n" for record in records), encoding="utf-8")
+
+    def close(self) -> None:
+        """Let others use the folder."""
+        self._lock.close()
+
+
+def _lock(path: Path) -> IO[str]:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / LOCK).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"Cannot write to the run folder {path}: {error}. Choose another with output_dir.") from error
+    try:
+        # the kernel drops the lock with the process, so a killed run never blocks its folder
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        owner = lock.read().strip() or "unknown"
+        lock.close()
+        raise RunError(
+            f"The run folder {path} is in use by process {owner}. Wait for it, stop it, or choose another name."
+        ) from error
+    lock.seek(0)
+    lock.truncate()
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
