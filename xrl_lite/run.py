@@ -183,7 +183,7 @@ def run_until_done(function: Callable[[], Awaitable[T]]) -> T:
 async def actor_system(config: RunConfig, *, log_dir: Path | None) -> AsyncIterator[ActorSystem]:
     """Run the actor system and the manager of its CPU slots."""
     async with ActorSystem(num_cpus=config.num_cpus, log_dir=log_dir, seed=config.seed) as system:
-        set_cpu_resource_manager(CPUResourceManager(system=system))
+        set_cpu_resource_manager(CPUResourceManager(capacity=system))
         try:
             yield system
         finally:

@@ -6,8 +6,8 @@
         scorer = system.spawn(Scorer, config, name="judger/0", restart=RestartPolicy())
         score = await scorer.score.options(timeout_s=5.0).remote(payload)
 
-Every call ends in exactly one of: its result; the exception it raised, as itself; `ActorTaskError` (an exception that does
-not pickle); `ActorTimeoutError`; `ActorDiedError`; `ActorUnavailableError`; ``CancelledError``.
+Every call ends in exactly one of: its result; the exception it raised, as itself; `ActorTaskError` (an exception that
+does not pickle); `ActorTimeoutError`; `ActorDiedError`; `ActorUnavailableError`; ``CancelledError``.
 """
 
 from __future__ import annotations

@@ -19,7 +19,9 @@ def init(**settings: Any) -> ActorSystem:
     """
     with _lock:
         if _current:
-            raise RuntimeError("The default actor system exists already. Call init() before its first use, or shutdown().")
+            raise RuntimeError(
+                "The default actor system exists already. Call init() before its first use, or shutdown() it."[:-1]
+            )
         _current.append(ActorSystem(**settings))
         return _current[0]
 

@@ -126,7 +126,9 @@ class CallFuture(Generic[T]):
             self._value, self._read, self._error, self._cancelled = value, read, error, cancelled
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
-        self._cancel_call = None  # it refers to the call, and the call to us: its payload must not wait for the collector
+        self._cancel_call = (
+            None  # it refers to the call, and the call to us: its payload must not wait for the collector
+        )
         for callback in callbacks:
             callback(self)
         return True

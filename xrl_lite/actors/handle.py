@@ -142,7 +142,9 @@ class ActorMethod:
         return future
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise TypeError(f"{self._name}() of an actor is called with .remote(...): await handle.{self._name}.remote(...).")
+        raise TypeError(
+            f"{self._name}() of an actor is called with .remote(...): await handle.{self._name}.remote(...)."
+        )
 
 
 def _argument_names(

@@ -97,7 +97,9 @@ def _shared_value(body: bytes, first: int, count: int, own_segment: bool) -> Sha
     return SharedValue(Packed(body, segments, own_segment))
 
 
-def pack(value: object, *, name: str, names: Callable[[], Mapping[str, object]] | None = None, code: bool = False) -> Packed:
+def pack(
+    value: object, *, name: str, names: Callable[[], Mapping[str, object]] | None = None, code: bool = False
+) -> Packed:
     """Pickle `value`.
 
     Args:

@@ -239,9 +239,7 @@ class CPUResourceManager:
         bundles = [bundle for group in self.accelerator_placement_groups for bundle in group.bundle_specs]
         accelerator_cpus = sum(float(bundle.get("CPU", 0)) for bundle in bundles)
         accelerator_memory = sum(float(bundle.get("memory", 0)) for bundle in bundles)
-        registered_cpus = sum(
-            pool.num_workers * milli_cpus(pool.num_cpus_per_worker) for pool in self.pools.values()
-        )
+        registered_cpus = sum(pool.num_workers * milli_cpus(pool.num_cpus_per_worker) for pool in self.pools.values())
         registered_memory = float(sum(pool.num_workers * pool.cpu_memory_per_worker for pool in self.pools.values()))
         external_cpus, external_memory = cpus - accelerator_cpus, memory - accelerator_memory
         return {

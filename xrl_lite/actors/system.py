@@ -74,7 +74,9 @@ class ActorSystem:
         heartbeat_timeout_s: float = 600.0,
     ) -> None:
         if backend not in ("process", "inline"):
-            raise ValueError(f"backend must be 'process' or 'inline', got {backend!r}.{did_you_mean(backend, get_args(Backend))}")
+            raise ValueError(
+                f"backend must be 'process' or 'inline', got {backend!r}.{did_you_mean(backend, get_args(Backend))}"
+            )
         if faults is not None and backend != "inline":
             raise ValueError("faults can be scripted only with backend='inline'.")
         self.backend: Backend = backend
@@ -212,7 +214,7 @@ class ActorSystem:
             if isinstance(actor, ProcessActor) and (log := actor.dump_stacks()) is not None
         }
         deadline = asyncio.get_running_loop().time() + _DUMP_WITHIN_S
-        while asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110 a signal handler tells nobody when it is done
+        while asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.05)
             if all(log.size_bytes > position for log, position in asked.values()):
                 break
@@ -244,7 +246,9 @@ class ActorSystem:
             if self._closed:
                 raise ActorUnavailableError(f"Actor {spec.name!r} cannot be started: the system was shut down.")
             if spec.name in self._actors:
-                raise ValueError(f"There is already an actor called {spec.name!r}. Choose another name, or stop that one.")
+                raise ValueError(
+                    f"There is already an actor called {spec.name!r}. Choose another name, or stop that one."
+                )
             self.ledger.claim(spec.name, num_cpus=spec.num_cpus, memory_bytes=spec.memory_bytes)
             actor = self._make(spec)
             self._actors[spec.name] = actor

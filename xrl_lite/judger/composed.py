@@ -95,8 +95,8 @@ class ComposedJudger(Judger):
     async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
         """Score several states, each by its own data source, and return them in the order given.
 
-        Each branch gets one list with all payloads meant for it, so it must support batches; `merge_fn` gets lists, once
-        for the states that select the same branches.
+        Each branch gets one list with all payloads meant for it, so it must support batches; `merge_fn` gets lists, for
+        states that select the same branches.
 
         Raises:
             ValueError: no states; wrong number of outputs or of merged states; routing as in `judge`.
@@ -299,8 +299,8 @@ def _check_branch(name: str, branch: object) -> None:
         return
     if isinstance(branch, BaseJudger):
         raise TypeError(
-            f"ComposedJudger branch {name!r} must inherit Judger, not only BaseJudger: branches share one RolloutState, "
-            f"so they may only work on payloads. Got {type(branch).__name__}."
+            f"ComposedJudger branch {name!r} must inherit Judger, not only BaseJudger: branches share one "
+            f"RolloutState, so they may only work on payloads. Got {type(branch).__name__}."
         )
     raise TypeError(f"ComposedJudger branch must be a Judger instance, but {name!r} is {type(branch).__name__}.")
 

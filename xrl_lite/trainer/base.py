@@ -55,8 +55,8 @@ logger = get_logger(__name__)
 class JudgerStatistics(Protocol):
     """Counts what became of judgements."""
 
-    def statistics(self) -> dict[str, Any]:
-        """Return counters per judger."""
+    def statistics(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
+        """Return counts and times per judger since the last reset."""
         ...
 
 
@@ -250,8 +250,8 @@ class RLTrainer(ABC):
 
     def _judger_metrics(self) -> dict[str, float]:
         return {
-            f"{'time/' if name.endswith('_s') else ''}judger/{judger}/{name}": float(value)
-            for judger, counters in self.parts.judger.statistics().items()
+            f"{'time/' if name.startswith(('latency', 'queue')) else ''}judger/{judger}/{name}": float(value)
+            for judger, counters in self.parts.judger.statistics(reset=True).items()
             for name, value in counters.items()
         }
 
