@@ -25,7 +25,8 @@ All of them pickle: an error may be raised in one process and read in another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -101,3 +102,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the closest known name, or an empty string."""
     close = get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+@contextmanager
+def errors_as_themselves() -> Iterator[None]:
+    """Raise the error that began it instead of the groups that task groups wrap around it."""
+    first: BaseException | None = None
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        first = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+    if first is not None:  # raised out here, so that the groups do not become its context
+        raise first

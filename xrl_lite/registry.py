@@ -53,6 +53,11 @@ class Registry(Generic[T]):
 
         return decorate
 
+    def check(self, name: str) -> None:
+        """Raise UnknownNameError where nothing is registered under a name; a path is not followed."""
+        if name not in self._table and ":" not in name:
+            raise UnknownNameError(self._unknown(name))
+
     def resolve(self, name: str) -> T:
         """Import and return the component behind `name`.
 
@@ -60,14 +65,9 @@ class Registry(Generic[T]):
             UnknownNameError: nothing is registered under the name.
             PluginError: the component cannot be imported.
         """
-        if ":" in name and name not in self._table:
-            return cast("T", load_object(name))
-        entry = self._table.get(name)
-        if entry is None:
-            raise UnknownNameError(self._unknown(name))
-        if isinstance(entry, str):
-            return cast("T", load_object(entry))
-        return entry
+        self.check(name)
+        entry = self._table.get(name, name)
+        return cast("T", load_object(entry) if isinstance(entry, str) else entry)
 
     def name_of(self, component: type) -> str:
         """Return the name a class is registered under, or its path if it is not."""

@@ -30,7 +30,7 @@ from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder
 from xrl_lite.engine.controller import PRELOAD, TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
-from xrl_lite.errors import ConfigError
+from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import ReplayBuffer
@@ -166,14 +166,8 @@ async def build_model(config: RunConfig, *, reporter: Reporter | None = None) ->
 
 
 def run_until_done(function: Callable[[], Awaitable[T]]) -> T:
-    """Run a coroutine function on uvloop. An error from inside task groups comes out as itself."""
-    try:
-        return anyio.run(function, backend_options={"use_uvloop": True})
-    except BaseExceptionGroup as group:
-        error: BaseException = group
-        while isinstance(error, BaseExceptionGroup):
-            error = error.exceptions[0]
-        raise error from group
+    """Run a coroutine function on uvloop and return its result."""
+    return anyio.run(function, backend_options={"use_uvloop": True})
 
 
 # --- the parts
@@ -181,13 +175,14 @@ def run_until_done(function: Callable[[], Awaitable[T]]) -> T:
 
 @asynccontextmanager
 async def actor_system(config: RunConfig, *, log_dir: Path | None) -> AsyncIterator[ActorSystem]:
-    """Run the actor system and the manager of its CPU slots."""
-    async with ActorSystem(num_cpus=config.num_cpus, log_dir=log_dir, seed=config.seed) as system:
-        set_cpu_resource_manager(CPUResourceManager(capacity=system))
-        try:
-            yield system
-        finally:
-            clear_cpu_resource_manager()
+    """Run the actor system and the manager of its CPU slots; errors from inside come out as themselves."""
+    with errors_as_themselves():
+        async with ActorSystem(num_cpus=config.num_cpus, log_dir=log_dir, seed=config.seed) as system:
+            set_cpu_resource_manager(CPUResourceManager(capacity=system))
+            try:
+                yield system
+            finally:
+                clear_cpu_resource_manager()
 
 
 def open_folder(config: RunConfig) -> RunFolder:

@@ -19,9 +19,7 @@ def init(**settings: Any) -> ActorSystem:
     """
     with _lock:
         if _current:
-            raise RuntimeError(
-                "The default actor system exists already. Call init() before its first use, or shutdown() it."[:-1]
-            )
+            raise RuntimeError("The default actor system exists already. Call init() before it is used, or shutdown().")
         _current.append(ActorSystem(**settings))
         return _current[0]
 

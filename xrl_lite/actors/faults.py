@@ -17,9 +17,13 @@ class Fault:
     """Name of the actor."""
 
     action: Action
-    """``kill``: the process dies while it runs the call. ``delay``: the call takes `delay_s` longer, on a clock that only
-    its time limit sees. ``drop_reply``: the call runs, its reply is lost. ``fail_spawn``: the process dies before its
-    constructor has ended."""
+    """What goes wrong:
+
+    - ``kill``: the process dies while it runs the call.
+    - ``delay``: the call takes `delay_s` longer, on a clock that only its time limit sees.
+    - ``drop_reply``: the call runs, its reply is lost.
+    - ``fail_spawn``: the process dies before its constructor has ended.
+    """
 
     at_call: int = 1
     """Which call of the actor, counted from 1 over all its incarnations. For ``fail_spawn``: which start."""

@@ -123,9 +123,7 @@ class ForkServer:
     def _take(self, message: Ready | Forked | Exited, fds: list[int]) -> None:
         if isinstance(message, Ready):
             for name, error in message.failed_imports.items():
-                logger.warning(
-                    "the fork server cannot preload %s, children will import it themselves:\n%s", name, error
-                )
+                logger.warning("the fork server cannot preload %s, children import it themselves:\n%s", name, error)
             self._ready = True
             self._send()
         elif isinstance(message, Forked):

@@ -130,8 +130,8 @@ class ActorMethod:
         spec = actor.spec
         if actor.pending >= spec.max_pending:
             raise ActorError(
-                f"Actor {spec.name!r} has {actor.pending} calls that have not ended, and max_pending={spec.max_pending}. "
-                f"Await some before sending more."
+                f"Actor {spec.name!r} has {actor.pending} calls that have not ended, and its max_pending is "
+                f"{spec.max_pending}. Await some before sending more."
             )
         name = self._name
         packed = pack((name, args, kwargs), name=name, names=lambda: _argument_names(spec.cls, name, args, kwargs))
@@ -142,9 +142,7 @@ class ActorMethod:
         return future
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
-        raise TypeError(
-            f"{self._name}() of an actor is called with .remote(...): await handle.{self._name}.remote(...)."
-        )
+        raise TypeError(f"Call {self._name}() of an actor so: await handle.{self._name}.remote(...).")
 
 
 def _argument_names(

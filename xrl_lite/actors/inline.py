@@ -1,8 +1,8 @@
 """The inline backend: actors are objects in this process, and a seed decides whose turn it is.
 
-Calls go through the same pickling as between processes, so what cannot be sent fails here too. Of all actors that have a
-call and room for it, the seed picks the next one; calls to one actor start in the order in which they were sent. So one
-seed gives one order, another seed another, and ``breakpoint()`` works.
+Calls go through the same pickling as between processes, so what cannot be sent fails here too. Of all actors that have
+a call and room for it, the seed picks the next one; calls to one actor start in the order in which they were sent. So
+one seed gives one order, another seed another, and ``breakpoint()`` works.
 
 What it cannot do is end a sync method: a time limit is noticed when the method returns, and then the object is replaced
 as its process would have been.

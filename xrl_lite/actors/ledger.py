@@ -63,7 +63,7 @@ class Ledger:
         cpus, memory = _cells(wanted)
         return (
             f"Actor {name!r} asks for {cpus} CPUs and {memory} MB of memory, which are not free:\n{table}\n"
-            f"Ask for less (num_cpus may be a fraction), stop an actor, or give the system more: ActorSystem(num_cpus=...)."
+            f"Ask for less (num_cpus may be a fraction), stop an actor, or raise ActorSystem(num_cpus=...)."
         )
 
 

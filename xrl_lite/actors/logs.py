@@ -12,7 +12,7 @@ _TAIL_BYTES = 64 * 1024
 
 
 class ActorLog:
-    """The output of all incarnations of one actor. Without a folder it is a file without a name, gone with the actor."""
+    """The output of all incarnations of one actor. Without a folder it is a nameless file, gone with the actor."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self.path = folder / f"{safe_name(name)}.log" if folder is not None else None

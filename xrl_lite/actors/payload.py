@@ -27,6 +27,8 @@ _PROTOCOL = 5
 _PLACE = struct.Struct("<QQ")
 _TABLE = struct.Struct("<QI")
 _STACK_GLOBAL = 0x93
+NameParts = Callable[[], Mapping[str, object]]
+
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError, NotImplementedError)
 
 
@@ -52,8 +54,8 @@ class Packed:
 class SharedValue:
     """An object that was pickled once and may be sent to any number of actors without another copy.
 
-    Make one with `share`. Pass it as an argument, or return it from a method: only a descriptor travels. `get` gives the
-    object back; its tensors and arrays lie in shared memory, and writing to them changes only the reader's own copy.
+    Make one with `share`. Pass it as an argument, or return it from a method: only a descriptor travels. `get` gives
+    the object back; its tensors and arrays lie in shared memory. Writing to them changes only the reader's own copy.
     """
 
     def __init__(self, packed: Packed) -> None:
@@ -113,7 +115,7 @@ def pack(
     """
     buffers: list[memoryview] = []
     outer = _travelling.collected
-    _travelling.collected = collected = []
+    _travelling.collected = collected = list[Segment]()
     try:
         data = _dumps(value, buffers, code=code)
     except _UNPICKLABLE as error:
@@ -151,8 +153,11 @@ def unpack(packed: Packed) -> Any:
         _travelling.received = outer
 
 
+_reducers = DispatchTable()
+
+
 class _DataPickler(pickle.Pickler):
-    dispatch_table = DispatchTable()
+    dispatch_table = _reducers
 
 
 class _CodePickler(cloudpickle.Pickler):
@@ -160,13 +165,12 @@ class _CodePickler(cloudpickle.Pickler):
 
 
 def _learn_tensors() -> bool:
-    table = _DataPickler.dispatch_table
-    if not table:
-        table.update(reducers := tensor_reducers())
+    if not _reducers:
+        _reducers.update(reducers := tensor_reducers())
         if reducers:
             base = cast("Any", cloudpickle.Pickler).dispatch_table
             cast("Any", _CodePickler).dispatch_table = ChainMap(dict(reducers), base)
-    return bool(table)
+    return bool(_reducers)
 
 
 @dataclass(slots=True)
@@ -189,17 +193,18 @@ def _dumps(value: object, buffers: list[memoryview], *, code: bool) -> bytes:
             return _dump_data(value, _Out(buffers).take)
         except _UNPICKLABLE:
             buffers.clear()
-        except _RefersToMain:
+        except _RefersToMainError:
             buffers.clear()
         if _travelling.collected is not None:
             _travelling.collected.clear()
     _learn_tensors()
     file = io.BytesIO()
-    _CodePickler(file, _PROTOCOL, buffer_callback=_Out(buffers).take).dump(value)
+    pickler: Any = cast("Any", _CodePickler)(file, _PROTOCOL, buffer_callback=_Out(buffers).take)
+    pickler.dump(value)
     return file.getvalue()
 
 
-class _RefersToMain(Exception):
+class _RefersToMainError(Exception):
     """The pickle names something in ``__main__``, which is another module in the process that reads it."""
 
 
@@ -212,7 +217,7 @@ def _dump_data(value: object, take: Callable[[pickle.PickleBuffer], bool]) -> by
         data = pickle.dumps(value, _PROTOCOL, buffer_callback=take)
     # looking for one byte first: it is ten times faster than looking for the word, and plain data has no such byte
     if _STACK_GLOBAL in data and b"__main__" in data:
-        raise _RefersToMain
+        raise _RefersToMainError
     return data
 
 
@@ -234,6 +239,6 @@ def _refuse(error: Exception, parts: Mapping[str, object]) -> NoReturn:
     path, culprit = locate(parts.get(name), name, pickles)
     kind = f"{type(culprit).__module__}.{type(culprit).__qualname__}".removeprefix("builtins.")
     raise PayloadError(
-        f"{path} cannot be sent to another process: {kind} does not pickle ({error}). Leave it out, or make it inside the "
-        f"actor, or give its class __getstate__ and __setstate__ that do without it."
+        f"{path} cannot be sent to another process: {kind} does not pickle ({error}). Leave it out, or make it inside "
+        f"the actor, or give its class __getstate__ and __setstate__ that do without it."
     ) from error

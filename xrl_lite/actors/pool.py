@@ -13,7 +13,7 @@ Policy = Literal["round_robin", "least_loaded"]
 
 
 class ActorPool:
-    """Spreads calls over replicas: in turn, or to whichever has fewest calls under way. Replicas that are down are skipped."""
+    """Spreads calls over replicas, in turn or to the one with fewest calls. Those that are down are skipped."""
 
     def __init__(self, handles: Sequence[ActorHandle], policy: Policy = "round_robin") -> None:
         if not handles:
@@ -42,10 +42,8 @@ class ActorPool:
             raise ActorUnavailableError(f"All {count} actors of the pool are down: {names}.")
         # one that is being restarted waits for its turn only if nobody else can serve
         candidates = [handle for handle in living if handle.is_up] or living
-        if self.policy == "least_loaded":
-            chosen = min(candidates, key=lambda handle: handle.pending)
-        else:
-            chosen = candidates[0]
+        least_loaded = self.policy == "least_loaded"
+        chosen = min(candidates, key=lambda handle: handle.pending) if least_loaded else candidates[0]
         self._next = (self.handles.index(chosen) + 1) % count
         return chosen
 

@@ -64,7 +64,7 @@ CONSTRUCTOR = "__init__"
 _INTERRUPT_GRACE_S = 1.0
 _ASYNC_GRACE_S = 5.0
 _MEMORY_EVERY_S = 0.1
-_EXIT_AT_LEAST_S = 1.0
+_EXIT_WITHIN_S = 2.0
 _KILL_WITHIN_S = 5.0
 
 _tokens = itertools.count(1)
@@ -110,7 +110,7 @@ class ProcessActor:
         self._queue: deque[Call] = deque()
         self._running: dict[int, Call] = {}
         self._timers: dict[Call, asyncio.TimerHandle] = {}
-        self._watch_timer: asyncio.TimerHandle | None = None
+        self._watchers: list[asyncio.TimerHandle] = []
         self._last_death = ""
         self._final_error: Callable[[], BaseException] | None = None
         self._ready_waiters: list[CallFuture[None]] = []
@@ -223,7 +223,7 @@ class ProcessActor:
         limit = self._spec.start_timeout_s
         construction = Call(CONSTRUCTOR, self._spec.construction, CallFuture(CONSTRUCTOR), timeout_s=limit)
         self._send(self._child, construction, Kind.INIT)
-        self._watch()
+        self._watch(self._child)
 
     def _fork_request(self) -> ForkRequest:
         spec = self._spec
@@ -256,8 +256,9 @@ class ProcessActor:
 
     def _on_death(self, child: Child, death: Death) -> None:
         self._child = None
-        if self._watch_timer is not None:
-            self._watch_timer.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
+        self._watchers.clear()
         begun = self._take_back(child)
         error = self._died_error(death, begun)
         for call in reversed(begun):
@@ -325,7 +326,7 @@ class ProcessActor:
         while self._queue and child.free_slots:
             call = self._queue.popleft()
             if call.future.done():  # cancelled while it waited
-                self._count(call, "cancelled")
+                self._ended += 1
             else:
                 self._send(child, call, Kind.CALL)
 
@@ -347,14 +348,16 @@ class ProcessActor:
             self._timers[call] = self._hub.loop.call_later(left_s, self._check_deadline, child, call)
         elif call.method is CONSTRUCTOR:
             self._constructor_failed(child, lambda: timeout_error(self._spec, call))
-        elif call.future.set_exception(timeout_error(self._spec, call)):
+        else:
             self._counts["timeout"] += 1
+            if not call.future.set_exception(timeout_error(self._spec, call)):
+                self._counts["timeout"] -= 1
             self._end_running(child, call, f"{call.method}() ran longer than {limit_s:g} s")
 
     def _cancel(self, call: Call) -> None:
+        self._counts["cancelled"] += 1
         child = self._child
         if child is not None and self._running.get(call.call_id) is call:
-            self._counts["cancelled"] += 1
             self._end_running(child, call, f"{call.method}() was cancelled")
 
     def _end_running(self, child: Child, call: Call, why: str) -> None:
@@ -400,13 +403,12 @@ class ProcessActor:
 
     def _on_reply(self, call: Call, frame: Frame) -> None:
         if frame.kind is Kind.RESULT:
-            ended, ending = call.future.set_reader(functools.partial(unpack, frame.packed)), "ok"
+            self._end(call, "ok", lambda: call.future.set_reader(functools.partial(unpack, frame.packed)))
         elif frame.kind is Kind.ERROR:
             error = unpack_failure(frame.packed).error(self._spec.name, call.method)
-            ended, ending = call.future.set_exception(error), "raised"
+            self._end(call, "raised", lambda: call.future.set_exception(error))
         else:
-            ended, ending = call.future.cancel(), "cancelled"
-        self._count(call, ending if ended else "")
+            self._end(call, "cancelled", call.future.cancel)
 
     def _take_back(self, child: Child) -> list[Call]:
         """Take all calls back from a dead child: return those that had begun, put the others back in the queue."""
@@ -431,13 +433,14 @@ class ProcessActor:
             self._fail(call, "died", type(error)(*error.args))
 
     def _fail(self, call: Call, ending: str, error: BaseException) -> None:
-        self._count(call, ending if call.future.set_exception(error) else "")
+        self._end(call, ending, lambda: call.future.set_exception(error))
 
-    def _count(self, call: Call, ending: str) -> None:
-        """Note that a call is over. An empty ending was counted when its future ended."""
+    def _end(self, call: Call, ending: str, end_future: Callable[[], bool]) -> None:
+        """End a call that is with nobody any more. Counted first: whoever is woken may look at the numbers."""
         self._ended += 1
-        if ending:
-            self._counts[ending] += 1
+        self._counts[ending] += 1
+        if not end_future():  # it had ended by its time limit or by being cancelled, and was counted then
+            self._counts[ending] -= 1
 
     # ----------------------------------------------------------------- the end
 
@@ -451,22 +454,20 @@ class ProcessActor:
 
     async def end(self, grace_s: float) -> None:
         """Stop, see `ActorHandle.stop` (hub thread)."""
-        deadline = time.monotonic() + grace_s
         self._stopping = True
-        if grace_s > 0:
-            await self._wait_idle(grace_s)
-        if grace_s > 0 and self._child is not None and self._state is State.UP:
+        if grace_s > 0 and await self._becomes_idle(grace_s) and self._child is not None:
             self._child.send(Kind.STOP, 0, 0, EMPTY)
-            await self._wait_gone(max(_EXIT_AT_LEAST_S, deadline - time.monotonic()))
+            await self._wait_gone(_EXIT_WITHIN_S)
         self._go_down(lambda: unavailable_error(self._spec, "it was stopped"))
         await self._wait_gone(_KILL_WITHIN_S)
 
-    async def _wait_idle(self, limit_s: float) -> None:
+    async def _becomes_idle(self, limit_s: float) -> bool:
         if not (self._queue or self._running):
-            return
+            return True
         idle = self._hub.loop.create_future()
         self._idle_waiters.append(idle)
-        await asyncio.wait([idle], timeout=limit_s)
+        done, _ = await asyncio.wait([idle], timeout=limit_s)
+        return bool(done)
 
     def _check_idle(self) -> None:
         if self._idle_waiters and not self._queue and not self._running:
@@ -514,15 +515,25 @@ class ProcessActor:
 
     # ---------------------------------------------------------------- watching
 
-    def _watch(self) -> None:
-        """Look at what no event tells: memory, and whether the child's loop still turns."""
+    def _watch(self, child: Child) -> None:
+        """Look now and then at what no event tells: memory, and whether the child's loop still turns."""
+        loop = self._hub.loop
         if self._spec.memory_bytes is not None:
-            self._watch_timer = self._hub.loop.call_later(_MEMORY_EVERY_S, self._watch_memory)
+            self._watchers.append(loop.call_later(_MEMORY_EVERY_S, self._watch_memory, child, self._spec.memory_bytes))
+        self._watchers.append(loop.call_later(self._heartbeat_timeout_s / 4, self._watch_heartbeat, child))
 
-    def _watch_memory(self) -> None:
-        child, limit = self._child, self._spec.memory_bytes
-        if child is None or limit is None or not child.alive:
-            return
+    def _watch_memory(self, child: Child, limit: int) -> None:
         if child.pid is not None and (used := private_bytes(child.pid)) > limit:
             child.kill(f"it used {used >> 20} MB of memory, and its limit (memory_bytes) is {limit >> 20} MB")
-        self._watch()
+            return
+        self._watchers[0] = self._hub.loop.call_later(_MEMORY_EVERY_S, self._watch_memory, child, limit)
+
+    def _watch_heartbeat(self, child: Child) -> None:
+        limit_s, beat_ns = self._heartbeat_timeout_s, child.page.heartbeat_ns
+        silent_s = (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
+        # a sync method may hold the interpreter lock for long (a regular expression): that is work, or has its own limit
+        runs_sync = any(child.page.kind(call.slot) is MethodKind.SYNC for call in self._running.values())
+        if silent_s > limit_s and not runs_sync:
+            child.kill(f"its event loop has not turned for {silent_s:.0f} s, so an async method blocks it")
+            return
+        self._watchers[-1] = self._hub.loop.call_later(limit_s / 4, self._watch_heartbeat, child)

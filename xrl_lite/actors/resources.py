@@ -1,7 +1,7 @@
 """How many CPU workers a component wants, and whether all of them together fit beside the trainer.
 
-A component registers what it will start while it is built. If the sum does not fit, that is an error at once, with a list
-of who asked for what, rather than workers that wait for ever.
+A component registers what it will start while it is built. If the sum does not fit, that is an error at once, with a
+list of who asked for what, rather than workers that wait for ever.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
            └─ fork server  one per set of preloaded modules, started when first wanted
                 └─ child   one per actor
 
-Nothing outlives the driver: when it ends, however it ends, the fork servers see their sockets close and end every process
-below them.
+Nothing outlives the driver: when it ends, however it ends, the fork servers see their sockets close and end every
+process below them.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ logger = get_logger(__name__)
 
 Backend = Literal["process", "inline"]
 
+_GRACE_S = 5.0
+_GRACE_AFTER_ERROR_S = 0.5
 _SERVER_END_S = 6.0
 _DUMP_WITHIN_S = 1.0
 
@@ -104,7 +106,7 @@ class ActorSystem:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.shutdown()
+        await self.shutdown(_GRACE_S if error is None else _GRACE_AFTER_ERROR_S)
 
     @property
     def num_cpus(self) -> float:
@@ -133,7 +135,7 @@ class ActorSystem:
         preload: Sequence[str] = (),
         start_timeout_s: float = 120.0,
     ) -> ActorHandle:
-        """Start an actor and return its handle at once. What its constructor raises is raised by ``await handle.ready()``.
+        """Start an actor and return its handle at once. ``await handle.ready()`` raises what its constructor raises.
 
         Args:
             cls: The class; any that pickles, also one of ``__main__`` or of a notebook cell.
@@ -220,7 +222,7 @@ class ActorSystem:
                 break
         return "\n\n".join(f"== {name}\n{log.tail(since=position)}" for name, (log, position) in asked.items())
 
-    async def shutdown(self, grace_s: float = 5.0) -> None:
+    async def shutdown(self, grace_s: float = _GRACE_S) -> None:
         """Stop all actors, giving their calls `grace_s` to end, and wait until none of their processes is left.
 
         Cancelling it ends the wait, not the shutdown.
@@ -229,7 +231,7 @@ class ActorSystem:
             await ended
             self._join_hub()
 
-    def shutdown_now(self, grace_s: float = 5.0) -> None:
+    def shutdown_now(self, grace_s: float = _GRACE_S) -> None:
         """Do what `shutdown` does, blocking this thread."""
         if (ended := self._begin_shutdown(grace_s)) is not None:
             ended.result(grace_s + 2 * _SERVER_END_S)
@@ -246,9 +248,7 @@ class ActorSystem:
             if self._closed:
                 raise ActorUnavailableError(f"Actor {spec.name!r} cannot be started: the system was shut down.")
             if spec.name in self._actors:
-                raise ValueError(
-                    f"There is already an actor called {spec.name!r}. Choose another name, or stop that one."
-                )
+                raise ValueError(f"There is an actor called {spec.name!r} already. Choose another name, or stop it.")
             self.ledger.claim(spec.name, num_cpus=spec.num_cpus, memory_bytes=spec.memory_bytes)
             actor = self._make(spec)
             self._actors[spec.name] = actor
@@ -326,7 +326,7 @@ async def _end_server(server: ForkServer) -> None:
         async with asyncio.timeout(_SERVER_END_S):
             await gone.wait()
     except TimeoutError:
-        logger.error("fork server %d did not end, it is killed", server.process_id)
+        logger.warning("fork server %d did not end, it is killed", server.process_id)
         server.kill()
         await gone.wait()
 

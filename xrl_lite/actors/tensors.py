@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copyreg
 import ctypes
+import importlib
 import pickle
 import sys
 from collections.abc import Callable
@@ -57,9 +58,7 @@ def _buffer_of(tensor: Any) -> pickle.PickleBuffer | None:
 
 
 def _build_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad: bool) -> Any:
-    import torch as torch_module
-
-    torch: Any = torch_module
+    torch: Any = importlib.import_module("torch")
     if buffer is None:
         tensor = torch.empty(shape, dtype=dtype)
     else:
@@ -68,7 +67,5 @@ def _build_tensor(buffer: Any, dtype: Any, shape: tuple[int, ...], requires_grad
 
 
 def _build_parameter(tensor: Any, requires_grad: bool) -> Any:
-    import torch as torch_module
-
-    torch: Any = torch_module
+    torch: Any = importlib.import_module("torch")
     return torch.nn.Parameter(tensor, requires_grad=requires_grad)

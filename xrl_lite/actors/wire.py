@@ -1,6 +1,6 @@
 """Frames on the socket between the driver and a child.
 
-A frame is a header of 12 bytes and a body of at most a few 10 KB; whatever is larger lies in a segment, whose descriptor
+A frame is a header of 12 bytes and a body of at most some 10 KB; what is larger lies in a segment, whose descriptor
 travels with the frame. So neither side ever waits for the other to take a large message, and nothing can lock up.
 The number of the call stands outside the pickle: a body that does not unpickle fails one call and nothing else.
 """

@@ -1,6 +1,6 @@
 """The fork server: a small process with one thread that starts children by ``fork`` and outlives none of them.
 
-It is executed fresh, so it holds none of the driver's threads, locks and memory, imports the modules it was told to, and
+It is executed fresh, so it holds none of the driver's threads, locks and memory. It imports what it is told to, and
 from then on a child costs milliseconds. It is a subreaper: whatever a child leaves behind becomes its own child, also a
 process that made itself a session of its own, so it can end all of them without knowing their names.
 
@@ -28,6 +28,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -125,8 +126,8 @@ class _Zygote:
         self._wakeup, wakeup_in = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wakeup_in = wakeup_in
         signal.set_wakeup_fd(wakeup_in, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: self._end_all())
+        signal.signal(signal.SIGCHLD, _ignore)
+        signal.signal(signal.SIGTERM, self._on_term)
 
     def run(self) -> None:
         poll = select.poll()
@@ -207,6 +208,9 @@ class _Zygote:
         except OSError:  # the driver is gone; the next poll says so
             return
 
+    def _on_term(self, _signal: int, _frame: FrameType | None) -> None:
+        self._end_all()
+
     def _end_all(self) -> NoReturn:
         deadline = time.monotonic() + _END_WITHIN_S
         while time.monotonic() < deadline:
@@ -218,6 +222,10 @@ class _Zygote:
             except ChildProcessError:
                 break
         os._exit(0)
+
+
+def _ignore(_signal: int, _frame: FrameType | None) -> None:
+    """A handler must exist for the signal to wake the loop."""
 
 
 def _kill(pid: int) -> None:

@@ -7,39 +7,14 @@ error, and dividing that error by a standard deviation of about 0 makes advantag
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from xrl_lite.errors import ConfigError
-from xrl_lite.registry import Registry
 
 EQUAL_REWARDS = 1e-6
 """Rewards of a group that differ by no more than this count as equal: the group gives no signal."""
-
-
-class AdvantageEstimator(Protocol):
-    """Rewards and group of each trajectory -> advantage of each trajectory."""
-
-    def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """Return advantages, (N,) float64.
-
-        Args:
-            rewards: (N,) float; NaN marks a trajectory without a reward.
-            groups: (N,) int; trajectories with equal numbers are attempts at one prompt.
-        """
-        ...
-
-
-ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
-    "advantage estimator",
-    {
-        "grpo": "xrl_lite.algorithms.advantages:grpo_advantages",
-        "dr_grpo": "xrl_lite.algorithms.advantages:dr_grpo_advantages",
-        "rloo": "xrl_lite.algorithms.advantages:rloo_advantages",
-    },
-)
 
 
 def grpo_advantages(rewards: Tensor, groups: Tensor, *, eps: float = 1e-6) -> Tensor:

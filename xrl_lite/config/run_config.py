@@ -8,6 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from xrl_lite.agent_loop import TaskSpecConfig
+from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.engine.config import EngineConfig
 from xrl_lite.engine.tiny_model_config import TinyModelConfig
 from xrl_lite.rollout import RolloutConfig
@@ -99,4 +100,5 @@ class RunConfig(Settings):
                 f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
             )
         RolloutReplicaRegistry.check(self.rollout.engine)
+        ADVANTAGE_ESTIMATORS.check(self.trainer.advantage)
         return self

@@ -147,7 +147,7 @@ class VerlReward(RewardAdapter):
         }
 
     def read(self, result: Any) -> Any:
-        return result if isinstance(result, dict) else {"score": result, "acc": result}
+        return cast("Any", result) if isinstance(result, dict) else {"score": result, "acc": result}
 
 
 class VerlBatchReward(VerlReward):
@@ -299,7 +299,7 @@ class ArealReward(RewardAdapter):
         }
 
     def read(self, result: Any) -> Any:
-        return result if isinstance(result, dict) else {"score": result}
+        return cast("Any", result) if isinstance(result, dict) else {"score": result}
 
 
 ADAPTERS: dict[str, type[RewardAdapter]] = {

@@ -37,6 +37,7 @@ from xrl_lite.judger.outcome import (
 )
 from xrl_lite.judger.reward_check import check_reward
 from xrl_lite.judger.stopwatch import stopwatch
+from xrl_lite.judger.whereabouts import name_dynamic_code
 
 JudgerPayload: TypeAlias = dict[str, Any]
 JudgerPayloadBatch: TypeAlias = JudgerPayload | list[JudgerPayload]
@@ -76,8 +77,17 @@ class BaseJudger:
         """Return counts of outcomes and times for each judger inside this one, by name."""
         return {}
 
+    on_close: Callable[[], None] | None = None
+    """Called when the judger is closed; gives back the CPU slots of its workers."""
+
     async def aclose(self) -> None:
         """End worker processes and connections and give the resources back. May be called twice."""
+        self.close()
+
+    def close(self) -> None:
+        """Do the same at once, without waiting for anything; judgements under way end with an error."""
+        if self.on_close is not None:
+            self.on_close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -147,9 +157,9 @@ class Judger(BaseJudger):
         judgement = await self.attempt(lambda: [self.preprocess(state) for state in rollout_states])
         if judgement.outcome is not Outcome.OK:
             return [self.settle(state, judgement) for state in rollout_states]
-        if not isinstance(judgement.output, list):
+        outputs = cast("list[Any] | JudgerOutput", judgement.output)
+        if not isinstance(outputs, list):
             raise TypeError(f"Judger returned a single output for {len(rollout_states)} rollout states.")
-        outputs = cast("list[Any]", judgement.output)
         if len(outputs) != len(rollout_states):
             raise ValueError(f"Judger returned {len(outputs)} outputs for {len(rollout_states)} rollout states.")
         pairs = zip(rollout_states, outputs, strict=True)
@@ -165,6 +175,11 @@ class Judger(BaseJudger):
     def statistics(self, *, reset: bool = False) -> Statistics:
         """Return counts of outcomes and times, by name of judger."""
         return {self.get_judger_name(): self.ledger.statistics(reset=reset)}
+
+    @property
+    def code_file(self) -> str | None:
+        """The file of the reward function, where it is known."""
+        return None
 
     @property
     def ledger(self) -> Ledger:
@@ -189,6 +204,7 @@ class Judger(BaseJudger):
             except ActorUnavailableError as error:
                 raise no_worker_left(name, error) from error
             except Exception as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
+                name_dynamic_code(error, self.code_file)
                 queue_s, run_s = watch.read()
                 return Judgement(judger=name, outcome=classify(error), error=error, run_s=run_s, queue_s=queue_s)
             queue_s, run_s = watch.read()

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 from xrl_lite import actors
-from xrl_lite.actors import RestartPolicy, register_cpu_resources
+from xrl_lite.actors import (
+    CPUResourcesConfig,
+    RestartPolicy,
+    register_cpu_resources,
+    unregister_cpu_resources,
+)
 from xrl_lite.errors import ConfigError, PayloadError
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.composed import ComposedJudger
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, JudgerConfigLike
 from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.pool import JudgerPool
-from xrl_lite.judger.remote import ConcurrentJudgerActor, JudgerActor, RemoteJudger
+from xrl_lite.judger.remote import ConcurrentJudgerActor, JudgerActor, RayJudgerProxy, RemoteJudger
 
 if TYPE_CHECKING:
-    from xrl_lite.actors import ActorSystem
+    from xrl_lite.actors import ActorHandle, ActorSystem
 
-_RESTART = RestartPolicy(max_restarts=300, window_s=60.0)
-"""Samples that hang or crash cost one restart each, and a batch may hold many of them; a worker that cannot even start
-uses this up in a moment."""
+_RESTART = RestartPolicy(max_restarts=300, window_s=60.0, backoff_s=0.0)
+"""Samples that crash cost two restarts each, a batch may hold many of them, and waiting would not make them better; a
+worker that cannot even start uses this up in a moment."""
+
+_PRELOAD = ("xrl_lite.judger.remote",)
+"""Imported once, so that a worker that was replaced is there again at once."""
 
 
 def build_judger(config: JudgerConfigLike, system: ActorSystem | None = None) -> Judger:
@@ -36,43 +43,109 @@ def build_judger(config: JudgerConfigLike, system: ActorSystem | None = None) ->
         ResourceError: there are not enough CPU slots.
     """
     if isinstance(config, ComposedJudgerConfig):
-        return ComposedJudger(
-            {name: build_judger(branch, system=system) for name, branch in config.branches.items()},
-            merge_fn=config.merge_function(),
-            judger_name=config.judger_name,
-            policy=JudgementPolicy(on_error=config.on_error, max_initial_failures=config.max_initial_failures),
+        return _build_composed(config, system)
+    if config.reward_handler is None and type(config).build_local is JudgerConfig.build_local:
+        raise ConfigError(
+            f"judger {config.judger_name!r} has no reward_handler. Give a callable, 'package.module:name', "
+            f"'file.py:name' or 'http://host/path'."
         )
     judger = config.build_local()
     judger.policy = config.policy
     if config.cpu_resources is None:
         return judger
-    return _build_remote(config, judger, system)
+    return _build_remote(config, config.cpu_resources, judger, system)
 
 
-def _build_remote(config: JudgerConfig, local: Judger, system: ActorSystem | None) -> Judger:
-    """Start workers; `local` stays here for `preprocess` and `postprocess`, one for all replicas."""
-    assert config.cpu_resources is not None
-    resources = config.cpu_resources
-    name = config.judger_name
-    register_cpu_resources(f"judger:{name}", resources)
-    concurrency = config.concurrency_per_worker
-    spawn: Any = partial(
-        (system or actors.default_system()).spawn,
-        JudgerActor if concurrency == 1 else ConcurrentJudgerActor,
-        config,
-        num_cpus=resources.num_cpus_per_worker,
-        memory_bytes=resources.cpu_memory_per_worker,
-        max_concurrency=concurrency,
-        restart=_RESTART,
-    )
+def _build_composed(config: ComposedJudgerConfig, system: ActorSystem | None) -> Judger:
+    branches: dict[str, Judger] = {}
     try:
-        handles = [spawn(name=f"judger/{name}/{index}") for index in range(resources.num_workers)]
-    except PayloadError as error:
-        raise ConfigError(
-            f"judger {name!r} cannot be sent to a worker process: {error} Give reward_handler as 'package.module:name' "
-            f"or 'file.py:name', make what it uses inside the function, or leave cpu_resources out to run it here."
-        ) from error
-    replicas: list[Judger] = [
+        for name, branch in config.branches.items():
+            branches[name] = build_judger(branch, system=system)
+    except BaseException:
+        for built in branches.values():  # a branch that does not fit must not leave the workers of the others behind
+            built.close()
+        raise
+    return ComposedJudger(
+        branches,
+        merge_fn=config.merge_function(),
+        judger_name=config.judger_name,
+        policy=JudgementPolicy(on_error=config.on_error, max_initial_failures=config.max_initial_failures),
+    )
+
+
+def _build_remote(
+    config: JudgerConfig, resources: CPUResourcesConfig, local: Judger, system: ActorSystem | None
+) -> Judger:
+    """Start workers; `local` stays here for `preprocess` and `postprocess`, one for all replicas."""
+    name = config.judger_name
+    pool = register_cpu_resources(f"judger:{name}", resources)
+    release = _Release(pool)
+    try:
+        handles = _spawn(config, resources, system or actors.default_system())
+    except BaseException:
+        release()
+        raise
+    concurrency = config.concurrency_per_worker
+    replicas = [
         RemoteJudger(handle, name, local, policy=config.policy, max_concurrency=concurrency) for handle in handles
     ]
-    return replicas[0] if len(replicas) == 1 else JudgerPool(replicas, name, policy=config.policy)
+    if len(replicas) == 1:
+        replicas[0].on_close = release
+        return replicas[0]
+    judger_pool = JudgerPool(list[Judger](replicas), name, policy=config.policy)
+    judger_pool.on_close = release
+    return judger_pool
+
+
+def _spawn(config: JudgerConfig, resources: CPUResourcesConfig, system: ActorSystem) -> list[RayJudgerProxy]:
+    concurrency = config.concurrency_per_worker
+    handles: list[ActorHandle] = []
+    stem = _free_stem(f"judger/{config.judger_name}", system)
+    try:
+        for index in range(resources.num_workers):
+            handle = system.spawn(
+                JudgerActor if concurrency == 1 else ConcurrentJudgerActor,
+                config,
+                name=f"{stem}/{index}",
+                num_cpus=resources.num_cpus_per_worker,
+                memory_bytes=resources.cpu_memory_per_worker,
+                max_concurrency=concurrency,
+                restart=_RESTART,
+                preload=_PRELOAD,
+            )
+            handles.append(handle)
+    except BaseException as error:
+        for handle in handles:
+            handle.kill()
+        if isinstance(error, PayloadError):
+            raise ConfigError(
+                f"judger {config.judger_name!r} cannot be sent to a worker process: {error} Give reward_handler as "
+                f"'package.module:name' or 'file.py:name', make what it uses inside the function, or leave "
+                f"cpu_resources out to run it here."
+            ) from error
+        raise
+    return cast("list[RayJudgerProxy]", handles)  # their methods are found at run time
+
+
+def _free_stem(stem: str, system: ActorSystem) -> str:
+    """Return a name that no living worker has: training and evaluation may use judgers of the same name."""
+    number = 1
+    while True:
+        name = stem if number == 1 else f"{stem}#{number}"
+        try:
+            system.get(f"{name}/0")
+        except KeyError:
+            return name
+        number += 1
+
+
+class _Release:
+    """Gives a resource pool back, once."""
+
+    def __init__(self, pool: str) -> None:
+        self._pool: str | None = pool
+
+    def __call__(self) -> None:
+        if self._pool is not None:
+            unregister_cpu_resources(self._pool)
+        self._pool = None

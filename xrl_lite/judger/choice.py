@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, SerializationInfo
 
@@ -57,7 +57,7 @@ def _choose(given: Mapping[str, Any]) -> type[BaseModel]:
 
 def _validate(value: Any) -> Any:
     chosen = validate_chosen(_choose, value)
-    if not _is_judger_settings(type(chosen)):
+    if not _is_judger_settings(type(cast("object", chosen))):
         raise ValueError(
             f"must be a judger: a JudgerConfig, a ComposedJudgerConfig, or a mapping with type: one of "
             f"{', '.join(JUDGERS)}; got {value!r}."

@@ -42,7 +42,7 @@ class _Route:
 
     key: str
     branch: Judger
-    inside: tuple[_Route, ...] = ()
+    inside: Sequence[_Route] = ()
 
 
 class ComposedJudger(Judger):
@@ -129,7 +129,9 @@ class ComposedJudger(Judger):
     def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
         """Return what the one selected branch says; with several, no response is known to be right for all."""
         routes = self._innermost(rollout_state)
-        return routes[0].branch.gold_response(rollout_state, label) if len(routes) == 1 else None
+        if len(routes) != 1:
+            return None
+        return routes[0].branch.gold_response(rollout_state, label)
 
     async def aclose(self) -> None:
         """Close all branches."""
@@ -137,16 +139,23 @@ class ComposedJudger(Judger):
             for branch in self.branches.values():
                 closing.start_soon(branch.aclose)
 
-    def _innermost(self, state: RolloutState) -> tuple[_Route, ...]:
+    def close(self) -> None:
+        """Close all branches at once."""
+        for branch in self.branches.values():
+            branch.close()
+
+    def _innermost(self, state: RolloutState) -> Sequence[_Route]:
         routes = self._routes(state.data_source)
-        while len(routes) == 1 and routes[0].inside:
-            routes = routes[0].inside
+        inside = routes
+        while inside:
+            routes = inside
+            inside = () if len(routes) > 1 else routes[0].inside
         return routes
 
-    def _routes(self, data_source: Any) -> tuple[_Route, ...]:
+    def _routes(self, data_source: Any) -> Sequence[_Route]:
         return self._routes_to(select_branches(data_source, list(self.branches)), data_source)
 
-    def _routes_to(self, keys: Sequence[str], data_source: Any) -> tuple[_Route, ...]:
+    def _routes_to(self, keys: Sequence[str], data_source: Any) -> Sequence[_Route]:
         if len(keys) > 1 and self.merge_fn is None:
             raise ValueError(
                 f"ComposedJudger selected multiple branches but merge_fn is not provided. selected_keys={list(keys)}. "
@@ -154,14 +163,14 @@ class ComposedJudger(Judger):
             )
         return tuple(_Route(key, self.branches[key], self._routes_inside(key, data_source)) for key in keys)
 
-    def _routes_inside(self, key: str, data_source: Any) -> tuple[_Route, ...]:
+    def _routes_inside(self, key: str, data_source: Any) -> Sequence[_Route]:
         branch = self.branches[key]
         if not isinstance(branch, ComposedJudger):
             return ()
         keys = select_inside(key, data_source, list(branch.branches))
         return branch._routes_to(keys, inner_source(key, data_source))
 
-    async def _judge_routes(self, state: RolloutState, routes: tuple[_Route, ...]) -> tuple[RolloutState, Judgement]:
+    async def _judge_routes(self, state: RolloutState, routes: Sequence[_Route]) -> tuple[RolloutState, Judgement]:
         if len(routes) > 1:
             return await self._merge(state, routes, await _run_all(state, routes))
         route = routes[0]
@@ -170,7 +179,7 @@ class ComposedJudger(Judger):
         return route.branch.settle_judgement(state, await _run(state, route))
 
     async def _merge(
-        self, state: RolloutState, routes: tuple[_Route, ...], judgements: Sequence[Judgement]
+        self, state: RolloutState, routes: Sequence[_Route], judgements: Sequence[Judgement]
     ) -> tuple[RolloutState, Judgement]:
         """Turn the judgements of several branches into the reward, or the failure, of the sample."""
         failure = self._failure(state, routes, judgements)
@@ -187,7 +196,7 @@ class ComposedJudger(Judger):
         return self._finish(state, merged, judgements)
 
     async def _merge_batch(
-        self, states: list[RolloutState], routes: tuple[_Route, ...], judgements: list[list[Judgement]]
+        self, states: list[RolloutState], routes: Sequence[_Route], judgements: list[list[Judgement]]
     ) -> list[RolloutState]:
         """Settle states that all selected the same branches."""
         if len(routes) == 1:
@@ -223,7 +232,7 @@ class ComposedJudger(Judger):
         return await merged if inspect.isawaitable(merged) else merged
 
     def _failure(
-        self, state: RolloutState, routes: tuple[_Route, ...], judgements: Sequence[Judgement]
+        self, state: RolloutState, routes: Sequence[_Route], judgements: Sequence[Judgement]
     ) -> Judgement | None:
         """Count the judgements of the branches, and return the one that fails the sample, if any does."""
         failed: list[Judgement] = []
@@ -274,7 +283,7 @@ class ComposedJudger(Judger):
             queue_s=max(judgement.queue_s for judgement in judgements),
         )
 
-    async def _run_batches(self, states: list[RolloutState], routed: list[tuple[_Route, ...]]) -> list[list[Judgement]]:
+    async def _run_batches(self, states: list[RolloutState], routed: list[Sequence[_Route]]) -> list[list[Judgement]]:
         """Call each branch once with the payloads meant for it; return the judgements of each state, as it selects."""
         members: dict[str, list[int]] = {}
         for index, routes in enumerate(routed):
@@ -317,7 +326,7 @@ async def _run(state: RolloutState, route: _Route) -> Judgement:
     return judgement
 
 
-async def _run_all(state: RolloutState, routes: tuple[_Route, ...]) -> list[Judgement]:
+async def _run_all(state: RolloutState, routes: Sequence[_Route]) -> list[Judgement]:
     found: dict[str, Judgement] = {}
 
     async def run(route: _Route) -> None:
@@ -352,15 +361,15 @@ async def _together(calls: Sequence[tuple[Any, tuple[Any, ...]]]) -> None:
 def _split(key: str, judgement: Judgement, count: int) -> list[Judgement]:
     if judgement.outcome is not Outcome.OK:
         return [judgement] * count
-    if not isinstance(judgement.output, list):
+    outputs = cast("list[Any] | JudgerOutput", judgement.output)
+    if not isinstance(outputs, list):
         raise TypeError(f"Branch {key!r} returned a single output for a rollout state list.")
-    outputs = cast("list[Any]", judgement.output)
     if len(outputs) != count:
         raise ValueError(f"Branch {key!r} returned {len(outputs)} outputs for {count} states.")
     return [judgement.with_output(output) for output in outputs]
 
 
-def _alike(routed: list[tuple[_Route, ...]]) -> list[list[int]]:
+def _alike(routed: list[Sequence[_Route]]) -> list[list[int]]:
     found: dict[tuple[str, ...], list[int]] = {}
     for index, routes in enumerate(routed):
         found.setdefault(tuple(route.key for route in routes), []).append(index)

@@ -107,7 +107,7 @@ class JudgerConfig(_DumpsWhatLoads):
     """Wait before the second try of a service, in seconds; doubles with each."""
 
     gold_template: str | None = None
-    """What a right response looks like, with {label} in it; scored before the run beside a wrong one. None skips that."""
+    """What a right response looks like, with {label} in it, for the test before the run. None skips the test."""
 
     @field_validator("signature")
     @classmethod

@@ -63,6 +63,15 @@ def is_async(handler: object) -> bool:
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None))  # noqa: B004 - the method is asked for, not whether there is one
 
 
+def code_file(handler: object) -> str | None:
+    """Return the file that a handler's code is written in, or None for what is not written in Python."""
+    if isinstance(handler, functools.partial):
+        return code_file(cast("functools.partial[Any]", handler).func)
+    function = handler if inspect.isroutine(handler) else getattr(type(handler), "__call__", None)  # noqa: B004 - as above
+    code = getattr(function, "__code__", None)
+    return getattr(code, "co_filename", None)
+
+
 class Parameters:
     """What a callable takes by keyword.
 

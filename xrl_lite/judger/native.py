@@ -20,7 +20,7 @@ from xrl_lite.judger.base import (
     label_of,
     within,
 )
-from xrl_lite.judger.handler import RewardHandler, is_async, is_url, load_handler
+from xrl_lite.judger.handler import RewardHandler, code_file, is_async, is_url, load_handler
 from xrl_lite.judger.http import HttpScorer
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import (
@@ -116,6 +116,11 @@ class NativeJudger(Judger):
         """Whether the reward code is a coroutine function or a service."""
         return self._reward is not None and is_async(self._reward)
 
+    @property
+    def code_file(self) -> str | None:
+        """The file of the reward function, where it is known."""
+        return code_file(self._reward.function) if self._reward is not None else None
+
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return response and label, and what else the signature needs; all of it if `judge_payload` is overridden."""
         if type(self).judge_payload is not NativeJudger.judge_payload:
@@ -163,6 +168,7 @@ class NativeJudger(Judger):
 
     async def aclose(self) -> None:
         """Close connections to the service."""
+        await super().aclose()
         if self._http is not None:
             await self._http.aclose()
 

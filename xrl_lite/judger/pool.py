@@ -56,6 +56,11 @@ class JudgerPool(Judger):
         """Write the output, as the first replica does."""
         return self.replicas[0].postprocess(rollout_state, output)
 
+    @property
+    def code_file(self) -> str | None:
+        """The file of the reward function, where it is known."""
+        return self.replicas[0].code_file
+
     def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
         """Return what the first replica says."""
         return self.replicas[0].gold_response(rollout_state, label)
@@ -83,7 +88,14 @@ class JudgerPool(Judger):
         return {f"{self.get_judger_name()}[{index}]": load for index, load in enumerate(self._slots.loads)}
 
     async def aclose(self) -> None:
-        """End all workers."""
+        """End all workers, and wait until they are gone."""
         async with anyio.create_task_group() as closing:
             for replica in self.replicas:
                 closing.start_soon(replica.aclose)
+        await super().aclose()
+
+    def close(self) -> None:
+        """End all workers at once."""
+        for replica in self.replicas:
+            replica.close()
+        super().close()

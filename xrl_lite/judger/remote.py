@@ -90,6 +90,11 @@ class RemoteJudger(Judger):
             return self.preprocess_judger.postprocess(rollout_state, output)
         return super().postprocess(rollout_state, output)
 
+    @property
+    def code_file(self) -> str | None:
+        """The file of the reward function, where it is known."""
+        return None if self.preprocess_judger is None else self.preprocess_judger.code_file
+
     def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
         """Return what the judger behind it says."""
         return None if self.preprocess_judger is None else self.preprocess_judger.gold_response(rollout_state, label)
@@ -111,12 +116,20 @@ class RemoteJudger(Judger):
             self._slots.release(0)
 
     async def aclose(self) -> None:
-        """End the worker."""
+        """End the worker, and wait until it is gone."""
         if self.preprocess_judger is not None:
             await self.preprocess_judger.aclose()
         stop = getattr(self.actor, "stop", None)
         if stop is not None:
             await stop()
+        await super().aclose()
+
+    def close(self) -> None:
+        """End the worker at once."""
+        kill = getattr(self.actor, "kill", None)
+        if kill is not None:
+            kill()
+        super().close()
 
     async def _send(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         for attempt in range(1, MAX_ATTEMPTS + 1):

@@ -51,7 +51,7 @@ def select_inside(key: str, data_source: Any, branches: Sequence[str]) -> list[s
 def inner_source(key: str, data_source: Any) -> Any:
     """Return the data source that is meant for the inside of a branch, or None; numbers are weights, not sources."""
     value = cast("Mapping[Any, Any]", data_source).get(key) if isinstance(data_source, Mapping) else None
-    return value if isinstance(value, str | Mapping) else None
+    return cast("Any", value) if isinstance(value, str | Mapping) else None
 
 
 def _known(key: str, branches: Sequence[str]) -> str:

@@ -6,7 +6,7 @@ when it stops waiting. The stopwatch is found through the context of the task, s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from time import perf_counter
@@ -31,7 +31,7 @@ _current: ContextVar[Stopwatch | None] = ContextVar("xrl_lite_judger_stopwatch",
 
 
 @contextmanager
-def stopwatch() -> Iterator[Stopwatch]:
+def stopwatch() -> Generator[Stopwatch]:
     """Measure the judgement made in this block."""
     watch = Stopwatch()
     token = _current.set(watch)

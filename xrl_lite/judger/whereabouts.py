@@ -13,6 +13,8 @@ _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *site.getsitepackages()})
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
+_NAMELESS = "<dynamic-code>"
+
 Frame = tuple[str, int, str]
 """File, line and function."""
 
@@ -36,6 +38,13 @@ def user_frame(error: BaseException) -> Frame | None:
         if own:
             return own[-1]
     return None
+
+
+def name_dynamic_code(error: BaseException, file: str | None) -> None:
+    """Put the file name back into a remote traceback: code that travelled by value has lost it."""
+    notes = getattr(error, "__notes__", None)
+    if file is not None and notes:
+        notes[:] = [str(note).replace(_NAMELESS, file) for note in notes]
 
 
 def full_traceback(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xrl_lite.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import RunError
 from xrl_lite.log import get_logger

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
-from xrl_lite.algorithms.advantages import AdvantageEstimator, zero_variance_groups
+from xrl_lite.algorithms.estimators import AdvantageEstimator
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
@@ -49,6 +49,8 @@ def prepare_train_data(
 
 
 def _metrics(groups: Sequence[Sequence[RolloutState]], rewards: Any, numbers: Any) -> dict[str, float]:
+    from xrl_lite.algorithms.advantages import zero_variance_groups  # loads torch
+
     states = [state for group in groups for state in group]
     lengths = [len(state.response_ids or []) for state in states]
     flat, num_groups = zero_variance_groups(rewards, numbers)

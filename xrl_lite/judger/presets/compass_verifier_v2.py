@@ -114,6 +114,7 @@ class CompassVerifierV2(Judger):
 
     async def aclose(self) -> None:
         """Close the connections."""
+        await super().aclose()
         await self._client.aclose()
 
     def _judged_part(self, response: str) -> str:

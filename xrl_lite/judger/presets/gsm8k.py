@@ -15,7 +15,7 @@ from pydantic import Field
 from xrl_lite.judger.config import JudgerConfig
 from xrl_lite.judger.math_answers import final_answer, last_number, same_answer
 
-_MARKUP = r"(?:\*\*|[$*`:(\[{=~]|\\(?:boxed|text|\$|\(|\[)|\s(?!\n))*"
+_MARKUP = r"(?:[$*`:(\[{=~]|\\(?:boxed|text|\$|\(|\[)|\s(?!\n))*"
 _NUMBER = r"[-\N{MINUS SIGN}]?\s?[$]?\s?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:\.?\d+)?(?:/\d+)?"
 _MARKED = re.compile(rf"####{_MARKUP}({_NUMBER})")
 

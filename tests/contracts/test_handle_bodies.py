@@ -1,0 +1,132 @@
+"""Actors that the handle contract calls. A module of its own, so that a child that runs them imports no pytest."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+
+class BadlyPickledError(Exception):
+    """Pickles, but does not unpickle: its constructor wants two arguments."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+class OwnError(Exception):
+    pass
+
+
+class Stateful:
+    def __init__(self, start: int = 0, *, path: str = "") -> None:
+        if start < 0:
+            raise OwnError(f"start must not be negative, got {start}")
+        self.value = start
+        self.log: list[Any] = []
+        self.path = path
+
+    def add(self, amount: int = 1) -> int:
+        self.value += amount
+        return self.value
+
+    def note(self, item: Any) -> None:
+        self.log.append(item)
+
+    def notes(self) -> list[Any]:
+        return self.log
+
+    def echo(self, value: Any) -> Any:
+        return value
+
+    def call(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+    def is_main_thread(self) -> bool:
+        return threading.current_thread() is threading.main_thread()
+
+    def raise_own(self) -> None:
+        raise OwnError("mine")
+
+    def raise_badly_pickled(self) -> None:
+        raise BadlyPickledError(1, 2)
+
+    def raise_local(self) -> None:
+        class LocalError(Exception):
+            def __reduce__(self) -> Any:
+                raise TypeError("no")
+
+        raise LocalError("cannot travel")
+
+    def raise_keyboard_interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+    def raise_stop_iteration(self) -> None:
+        raise StopIteration(3)
+
+    def exit(self, code: Any) -> None:
+        sys.exit(code)
+
+    def return_lock(self) -> Any:
+        return {"inner": [threading.Lock()]}
+
+    def wait(self, seconds: float) -> float:
+        time.sleep(seconds)
+        return seconds
+
+    def touch(self, path: str, seconds: float = 0.0) -> None:
+        with open(path, "a") as file:
+            file.write("begun\n")
+        time.sleep(seconds)
+        with open(path, "a") as file:
+            file.write("done\n")
+
+    def pid_of_process(self) -> int:
+        return os.getpid()
+
+
+class Concurrent:
+    def __init__(self) -> None:
+        self.running = 0
+        self.most = 0
+        self.cancelled = 0
+        self.gate = asyncio.Event()
+
+    async def meet(self, count: int) -> int:
+        """Return when `count` calls have been inside at the same time."""
+        self.running += 1
+        self.most = max(self.most, self.running)
+        if self.running >= count:
+            self.gate.set()
+        await self.gate.wait()
+        self.running -= 1
+        return self.most
+
+    async def forever(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def count_cancelled(self) -> int:
+        return self.cancelled
+
+    async def echo(self, value: Any) -> Any:
+        await asyncio.sleep(0)
+        return value
+
+    async def raise_own(self) -> None:
+        raise OwnError("mine")
+
+    async def cancel_itself(self) -> None:
+        raise asyncio.CancelledError
+
+    async def exit(self, code: int) -> None:
+        sys.exit(code)
+
+    def sync(self) -> bool:
+        return threading.current_thread() is threading.main_thread()

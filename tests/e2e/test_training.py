@@ -1,0 +1,109 @@
+"""Whole runs of a few steps on a random model: every part is the real one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.build import gsm8k_rows, run_config, without_times, write_rows
+from xrl_lite import run
+from xrl_lite.errors import JudgerError
+from xrl_lite.trainer.checkpoint import is_complete
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+
+class Silent:
+    """A reporter that keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def start(self, *, num_steps: int, first_step: int) -> None: ...
+    def step(self, step: int, metrics: dict[str, float]) -> None: ...
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None: ...
+    def completions(self, step: int, states: Any) -> None: ...
+    def finish(self) -> None: ...
+    def summary(self, records: Any, folder: Path) -> None: ...
+
+
+async def train(folder: Path, model: Path, **changes: Any) -> list[dict[str, Any]]:
+    config = run_config(folder, model, **changes)
+    await run.train(config, reporter=Silent())
+    return [json.loads(line) for line in (config.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+async def test_a_run_leaves_the_folder_that_is_promised(tmp_path: Path, tiny_model_folder: Path) -> None:
+    records = await train(tmp_path, tiny_model_folder)
+
+    folder = tmp_path / "runs" / "test"
+    assert [record["step"] for record in records] == [0, 1, 2, 3, 3]
+    assert {path.name for path in (folder / "rollouts").iterdir()} == {f"step_{n:06d}.jsonl" for n in (1, 2, 3)}
+    assert is_complete(folder / "checkpoints" / "step_000003")
+    assert {"driver.log", "engine", "rollout", "judger"} <= {path.name for path in (folder / "logs").iterdir()}
+    trained = [record for record in records if "loss" in record]
+    assert all(record["judger/by_length/ok"] == 16 for record in trained[1:])
+    assert all(record["logprob_gap/max"] < 1e-4 for record in trained)
+    assert all(0 < record["grad_norm"] < 100 for record in trained)
+
+
+async def test_same_seed_same_bits_with_one_or_four_judger_workers(tmp_path: Path, tiny_model_folder: Path) -> None:
+    workers = "task.judger_config"
+    judger = run_config(tmp_path, tiny_model_folder).model_dump(mode="json")["task"]["judger_config"]
+    four = judger | {"cpu_resources": {"num_workers": 4, "num_cpus_per_worker": 0.1}}
+
+    once = await train(tmp_path, tiny_model_folder, name="once")
+    again = await train(tmp_path, tiny_model_folder, name="again", **{workers: four})
+    other = await train(tmp_path, tiny_model_folder, name="other", seed=1)
+
+    assert without_times(once) == without_times(again)
+    assert without_times(once) != without_times(other)
+
+
+async def test_a_resumed_run_goes_on_exactly(tmp_path: Path, tiny_model_folder: Path) -> None:
+    whole = await train(tmp_path, tiny_model_folder, name="whole", **{"trainer.num_steps": 4})
+    # the learning rate is constant, so a run of two steps is the first half of a run of four
+    await train(tmp_path, tiny_model_folder, name="parts", **{"trainer.num_steps": 2})
+    parts = await train(
+        tmp_path, tiny_model_folder, name="parts", **{"trainer.num_steps": 4, "checkpoint": {"resume": "auto"}}
+    )
+
+    trained = [[r for r in without_times(records) if "loss" in r] for records in (whole, parts)]
+    # the first step of a process also counts what was judged before it
+    assert trained[0] == trained[1]
+
+
+async def test_a_reward_function_that_always_raises_stops_the_run_with_its_traceback(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    judger = {
+        "judger_name": "broken",
+        "reward_handler": f"{tmp_path / 'rewards.py'}:always_raises",
+        "cpu_resources": {"num_workers": 1, "num_cpus_per_worker": 0.1},
+        "max_initial_failures": 5,
+    }
+    with pytest.raises(JudgerError, match=r"(?s)always_raises.*no such key in the reward function"):
+        await train(tmp_path, tiny_model_folder, **{"task.judger_config": judger, "evaluation": {}})
+
+
+async def test_gsm8k_rows_are_trained_on(tmp_path: Path, tiny_model_folder: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", gsm8k_rows(32))
+    records = await train(
+        tmp_path,
+        tiny_model_folder,
+        **{
+            "task.sampler_config": {"data": {"path": str(rows)}, "prompt_repeat_k": 4},
+            "task.judger_config": {"type": "gsm8k", "cpu_resources": {"num_workers": 1, "num_cpus_per_worker": 0.1}},
+            "trainer.num_steps": 2,
+            "trainer.max_steps_without_signal": 5,
+            "evaluation": {},
+        },
+    )
+    assert [record["step"] for record in records] == [1, 2]
+    assert all(record["judger/openai/gsm8k/ok"] == 16 for record in records)

@@ -1,0 +1,164 @@
+"""Actors that end badly."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+
+class Victim:
+    def ping(self) -> str:
+        return "pong"
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    def end_hard(self, code: int) -> None:
+        sys.stderr.write("last words\n")
+        os._exit(code)
+
+    def segfault(self) -> None:
+        ctypes.string_at(0)
+
+    def kill_itself(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def close_descriptors(self) -> None:
+        os.closerange(3, 200)
+        time.sleep(60)
+
+    def hang_in_python(self) -> None:
+        while True:
+            pass
+
+    def hang_in_regex(self) -> None:
+        re.match(r"(a+)+$", "a" * 40 + "b")
+
+    def hang_and_swallow(self) -> None:
+        while True:
+            try:
+                time.sleep(60)
+            except BaseException:  # noqa: BLE001
+                continue
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def mark_and_sleep(self, path: str, seconds: float) -> None:
+        with open(path, "w") as file:
+            file.write("begun")
+        time.sleep(seconds)
+
+    def large_result(self, size: int) -> bytes:
+        return b"r" * size
+
+    def print_much(self, size: int) -> int:
+        line = "x" * 999
+        for _ in range(size // 1000):
+            print(line)  # noqa: T201
+        return size
+
+    def say(self, text: str) -> None:
+        print(text)  # noqa: T201
+        sys.stderr.write(f"err {text}\n")
+
+    def use_memory(self, size: int) -> int:
+        self.hog = bytearray(os.urandom(1)) * size
+        time.sleep(60)
+        return len(self.hog)
+
+    def signal_limit(self) -> str:
+        """What user code does to limit its own time: works only in the main thread."""
+
+        def on_alarm(*_: Any) -> None:
+            raise TimeoutError("alarm")
+
+        signal.signal(signal.SIGALRM, on_alarm)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            time.sleep(60)
+        except TimeoutError:
+            return "alarm"
+        return "never"
+
+    def start_grandchildren(self) -> list[int]:
+        plain = subprocess.Popen(["sleep", "600"])
+        own_session = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        daemon = subprocess.run(
+            ["sh", "-c", "setsid sleep 600 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True
+        )
+        self.kept = (plain, own_session)
+        return [plain.pid, own_session.pid, int(daemon.stdout)]
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def evaluate(self, expression: str) -> Any:
+        return eval(expression)
+
+    def open_descriptors(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+
+class Keeper(Victim):
+    """An actor whose state is worth keeping."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> int:
+        self.count += 1
+        return self.count
+
+
+class Mixed:
+    """Sync and async methods."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event()
+
+    async def ping(self) -> str:
+        return "pong"
+
+    async def block_the_loop(self) -> None:
+        time.sleep(60)
+
+    async def end_hard(self, code: int) -> None:
+        os._exit(code)
+
+    async def sleep(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    def sleep_sync(self, seconds: float) -> float:
+        self.begun.set()
+        time.sleep(seconds)
+        return seconds
+
+    async def sync_has_begun(self) -> bool:
+        return self.begun.is_set()
+
+
+class Stubborn:
+    """A constructor that takes its time, fails, or ends the process."""
+
+    def __init__(self, how: str) -> None:
+        if how == "hang":
+            time.sleep(600)
+        elif how == "die":
+            os._exit(7)
+        elif how == "exit":
+            sys.exit(8)
+        elif how == "base":
+            raise KeyboardInterrupt
+
+    def ping(self) -> str:
+        return "pong"

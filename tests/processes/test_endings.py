@@ -1,0 +1,369 @@
+"""Every way in which a child can end, or fail to: each has its typed ending, and the actor serves again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import bodies
+from xrl_lite.actors import ActorHandle, ActorSystem, RestartPolicy
+from xrl_lite.errors import (
+    ActorDiedError,
+    ActorTaskError,
+    ActorTimeoutError,
+    ActorUnavailableError,
+)
+
+LIMIT_S = 30.0
+FORGIVING = RestartPolicy(max_restarts=100, backoff_s=0.0)
+
+
+@pytest.fixture
+def victim(system: ActorSystem) -> Iterator[ActorHandle]:
+    handle = system.spawn(bodies.Victim, restart=FORGIVING)
+    yield handle
+    handle.stop(0.0).result(LIMIT_S)
+
+
+@pytest.fixture
+def keeper(system: ActorSystem) -> Iterator[ActorHandle]:
+    handle = system.spawn(bodies.Keeper, on_cancel="interrupt")
+    yield handle
+    handle.stop(0.0).result(LIMIT_S)
+
+
+@pytest.fixture
+def mixed(system: ActorSystem) -> Iterator[ActorHandle]:
+    handle = system.spawn(bodies.Mixed, max_concurrency=4, restart=FORGIVING)
+    yield handle
+    handle.stop(0.0).result(LIMIT_S)
+
+
+async def until(condition: Any) -> None:
+    """Wait until `condition` holds; it always does within the limit, or the test fails."""
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("method", "args", "message"),
+    [
+        ("end_hard", (3,), r"exited with code 3 while it ran end_hard\(\)(?s:.*)last words"),
+        ("segfault", (), r"killed by SIGSEGV while it ran segfault\(\)(?s:.*)in segfault"),
+        ("kill_itself", (), r"killed by SIGKILL"),
+        ("close_descriptors", (), r"closed its connection"),
+    ],
+)
+async def test_a_crash_names_its_cause_and_the_actor_serves_again(
+    victim: ActorHandle, log_dir: Path, method: str, args: tuple[Any, ...], message: str
+) -> None:
+    call = victim.method_named(method).remote(*args)
+    behind = [victim.ping.remote() for _ in range(5)]
+    with pytest.raises(ActorDiedError, match=message) as caught:
+        await call
+    assert f"'{victim.name}'" in str(caught.value)
+    assert str(log_dir / f"{victim.name}.log") in str(caught.value)
+    assert await asyncio.gather(*behind) == ["pong"] * 5
+    assert victim.restarts == 1
+
+
+async def test_a_crash_of_an_async_method_is_told_to_all_calls_that_ran(mixed: ActorHandle) -> None:
+    running = [mixed.sleep.remote(600) for _ in range(2)]
+    assert await mixed.ping.remote() == "pong"
+    with pytest.raises(ActorDiedError, match="code 4"):
+        await mixed.end_hard.remote(4)
+    for call in running:
+        with pytest.raises(ActorDiedError, match="code 4"):
+            await call
+    assert await mixed.ping.remote() == "pong"
+
+
+async def test_sigkill_from_outside_fails_the_running_call_and_serves_the_waiting_ones(
+    victim: ActorHandle, tmp_path: Path
+) -> None:
+    marker = tmp_path / "begun"
+    running = victim.mark_and_sleep.remote(str(marker), 600)
+    waiting = [victim.ping.remote() for _ in range(4)]
+    await until(marker.exists)
+    assert victim.pid is not None
+    os.kill(victim.pid, signal.SIGKILL)
+    with pytest.raises(ActorDiedError, match=r"SIGKILL.* while it ran mark_and_sleep\(\)"):
+        await running
+    assert await asyncio.gather(*waiting) == ["pong"] * 4
+
+
+@pytest.mark.parametrize("method", ["hang_in_python", "hang_in_regex", "hang_and_swallow"])
+async def test_a_hang_ends_at_its_limit_and_the_child_is_replaced(victim: ActorHandle, method: str) -> None:
+    before = await victim.process_id.remote()
+    with pytest.raises(ActorTimeoutError, match=method):
+        await victim.method_named(method).options(timeout_s=0.2).remote()
+    after = await victim.process_id.remote()
+    assert after != before
+    assert not os.path.exists(f"/proc/{before}")
+
+
+async def test_the_limit_counts_from_when_a_call_begins(victim: ActorHandle) -> None:
+    calls = [victim.sleep.options(timeout_s=1.0).remote(0.3) for _ in range(5)]
+    await asyncio.gather(*calls)
+    assert victim.restarts == 0
+
+
+async def test_cancelling_a_running_sync_call_replaces_the_child(victim: ActorHandle, tmp_path: Path) -> None:
+    before = await victim.process_id.remote()
+    marker = tmp_path / "begun"
+
+    async def wait_for_it() -> None:
+        await victim.mark_and_sleep.remote(str(marker), 600)
+
+    task = asyncio.create_task(wait_for_it())
+    await until(marker.exists)
+    behind = victim.process_id.remote()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await behind != before
+    assert victim.statistics()["num_cancelled"] == 1
+
+
+async def test_an_interrupted_call_leaves_state_and_process_alone(keeper: ActorHandle) -> None:
+    assert await keeper.add.remote() == 1
+    before = await keeper.process_id.remote()
+    for method in ("sleep", "hang_in_python"):
+        args = (600,) if method == "sleep" else ()
+        with pytest.raises(ActorTimeoutError):
+            await keeper.method_named(method).options(timeout_s=0.1).remote(*args)
+    assert await keeper.add.remote() == 2
+    assert await keeper.process_id.remote() == before
+
+
+async def test_a_call_that_cannot_be_interrupted_is_ended_with_its_process(keeper: ActorHandle) -> None:
+    assert await keeper.add.remote() == 1
+    with pytest.raises(ActorTimeoutError):
+        await keeper.hang_and_swallow.options(timeout_s=0.1).remote()
+    assert await keeper.add.remote() == 1
+    assert keeper.restarts == 1
+
+
+async def test_a_sync_method_does_not_hold_up_async_ones(mixed: ActorHandle) -> None:
+    slow = mixed.sleep_sync.remote(600)
+    async with asyncio.timeout(LIMIT_S):
+        while not await mixed.sync_has_begun.remote():
+            pass
+    assert await mixed.ping.remote() == "pong"
+    slow.cancel()
+    assert await mixed.ping.remote() == "pong"
+
+
+async def test_an_async_method_that_blocks_its_loop_is_ended_at_its_limit(
+    system: ActorSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrl_lite.actors.process_actor._ASYNC_GRACE_S", 0.1)
+    handle = system.spawn(bodies.Mixed)
+    with pytest.raises(ActorTimeoutError):
+        await handle.block_the_loop.options(timeout_s=0.1).remote()
+    assert await handle.ping.remote() == "pong"
+    assert handle.restarts == 1
+    await handle.stop()
+
+
+async def test_a_blocked_loop_is_noticed_without_a_limit() -> None:
+    async with ActorSystem(num_cpus=2, heartbeat_timeout_s=1.0) as system:
+        handle = system.spawn(bodies.Mixed, restart=FORGIVING)
+        with pytest.raises(ActorDiedError, match="event loop"):
+            await handle.block_the_loop.remote()
+        assert await handle.sleep_sync.remote(1.5) == 1.5  # long, but not stuck
+        assert handle.restarts == 1
+
+
+async def test_a_large_result_arrives(victim: ActorHandle) -> None:
+    assert len(await victim.large_result.remote(200_000_000)) == 200_000_000
+
+
+async def test_ten_megabytes_of_output_block_nobody(victim: ActorHandle, log_dir: Path) -> None:
+    await victim.print_much.remote(10_000_000)
+    assert (log_dir / f"{victim.name}.log").stat().st_size >= 10_000_000
+
+
+async def test_output_goes_to_the_log_of_the_actor_at_once(system: ActorSystem, log_dir: Path) -> None:
+    handle = system.spawn(bodies.Victim, name="judger/0")
+    await handle.say.remote("hello")
+    assert (log_dir / "judger" / "0.log").read_text() == "hello\nerr hello\n"
+    await handle.stop()
+
+
+async def test_only_the_last_lines_are_quoted(victim: ActorHandle) -> None:
+    for number in range(60):
+        victim.say.remote(f"line {number}")
+    with pytest.raises(ActorDiedError) as caught:
+        await victim.end_hard.remote(1)
+    assert "line 59" in str(caught.value)
+    assert "line 30" not in str(caught.value)
+
+
+async def test_a_child_over_its_memory_ceiling_is_ended_and_the_error_says_so(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Victim, memory_bytes=200 << 20, restart=FORGIVING)
+    with pytest.raises(ActorDiedError, match=r"MB of memory, and its limit \(memory_bytes\) is 200 MB"):
+        await handle.use_memory.remote(400 << 20)
+    assert await handle.ping.remote() == "pong"
+    await handle.stop()
+
+
+async def test_signal_based_limits_of_user_code_work(victim: ActorHandle) -> None:
+    assert await victim.signal_limit.remote() == "alarm"
+
+
+async def test_a_constructor_that_hangs_is_ended(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Stubborn, "hang", start_timeout_s=0.2)
+    call = handle.ping.remote()
+    with pytest.raises(ActorTimeoutError, match=r"__init__\(\) of actor .* 0.2 s"):
+        await handle.ready()
+    with pytest.raises(ActorTimeoutError):
+        await call
+
+
+@pytest.mark.parametrize(("how", "code"), [("die", 7), ("exit", 8)])
+async def test_a_constructor_that_ends_the_process_is_told(system: ActorSystem, how: str, code: int) -> None:
+    handle = system.spawn(bodies.Stubborn, how)
+    with pytest.raises(ActorDiedError, match=rf"code {code} while it ran __init__\(\)"):
+        await handle.ready()
+
+
+async def test_a_constructor_that_always_dies_uses_up_its_restarts(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Stubborn, "die", restart=RestartPolicy(max_restarts=2, backoff_s=0.0))
+    with pytest.raises(ActorDiedError):
+        await handle.ready()
+    assert handle.restarts == 2
+
+
+async def test_a_constructor_that_raises_no_exception_proper_is_described(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Stubborn, "base")
+    with pytest.raises(ActorTaskError, match="KeyboardInterrupt"):
+        await handle.ready()
+
+
+async def test_a_hundred_samples_with_one_that_never_ends(system: ActorSystem) -> None:
+    handles = [system.spawn(bodies.Victim) for _ in range(2)]
+
+    async def judge(number: int) -> str:
+        handle = handles[number % 2]
+        method = handle.hang_in_python if number == 0 else handle.ping
+        try:
+            return await method.options(timeout_s=0.5).remote()
+        except ActorTimeoutError:
+            return "timeout"
+
+    outcomes = await asyncio.gather(*map(judge, range(100)))
+    assert outcomes == ["timeout"] + ["pong"] * 99
+    assert await asyncio.gather(*map(judge, range(1, 21))) == ["pong"] * 20
+    for handle in handles:
+        await handle.stop()
+
+
+async def test_stop_lets_running_calls_end(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Victim)
+    calls = [handle.sleep.remote(0.05) for _ in range(3)]
+    await handle.stop()
+    assert [await call for call in calls] == [None] * 3
+
+
+async def test_stop_ends_by_force_what_does_not_end(system: ActorSystem, tmp_path: Path) -> None:
+    handle = system.spawn(bodies.Victim)
+    marker = tmp_path / "begun"
+    call = handle.mark_and_sleep.remote(str(marker), 600)
+    await until(marker.exists)
+    pid = handle.pid
+    await handle.stop(0.1)
+    with pytest.raises(ActorUnavailableError, match="stopped"):
+        await call
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+async def test_what_an_actor_started_ends_with_it(victim: ActorHandle) -> None:
+    grandchildren = await victim.start_grandchildren.remote()
+    assert all(os.path.exists(f"/proc/{pid}") for pid in grandchildren)
+    with pytest.raises(ActorDiedError):
+        await victim.end_hard.remote(1)
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in grandchildren))
+
+
+async def test_background_processes_of_a_living_actor_survive_the_death_of_another(system: ActorSystem) -> None:
+    keeps, dies = system.spawn(bodies.Victim), system.spawn(bodies.Victim, restart=FORGIVING)
+    grandchildren = await keeps.start_grandchildren.remote()
+    with pytest.raises(ActorDiedError):
+        await dies.end_hard.remote(1)
+    assert await dies.ping.remote() == "pong"
+    assert all(os.path.exists(f"/proc/{pid}") for pid in grandchildren)
+    await keeps.stop()
+    await dies.stop()
+    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in grandchildren))
+
+
+async def test_no_descriptor_is_left_after_any_ending(victim: ActorHandle) -> None:
+    async def round_trip() -> None:
+        await victim.large_result.remote(1_000_000)
+        with pytest.raises(ActorTimeoutError):
+            await victim.sleep.options(timeout_s=0.02).remote(600)
+        with pytest.raises(ActorDiedError):
+            await victim.end_hard.remote(1)
+        victim.large_result.remote(1_000_000).cancel()
+        assert await victim.ping.remote() == "pong"
+
+    await round_trip()
+    here, there = len(os.listdir("/proc/self/fd")), await victim.open_descriptors.remote()
+    for _ in range(5):
+        await round_trip()
+    assert len(os.listdir("/proc/self/fd")) <= here
+    assert await victim.open_descriptors.remote() <= there
+
+
+async def test_the_environment_and_threads_of_a_child(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Victim, num_cpus=2.5, env={"MINE": "yes"})
+    assert await handle.environment.remote("MINE") == "yes"
+    assert await handle.environment.remote("OMP_NUM_THREADS") == "2"
+    assert await handle.environment.remote("OMP_WAIT_POLICY") == "PASSIVE"
+    assert await handle.environment.remote("PATH") == os.environ["PATH"]
+    assert await handle.environment.remote("PYTHONPATH") == os.environ.get("PYTHONPATH")
+    await handle.stop()
+
+
+async def test_children_are_seeded_by_name_and_incarnation(system: ActorSystem) -> None:
+    draws: list[float] = []
+    for _ in range(2):
+        handle = system.spawn(bodies.Victim, name="seeded")
+        draws.append(await handle.evaluate.remote("__import__('random').random()"))
+        await handle.stop()
+    other = system.spawn(bodies.Victim, name="other")
+    draws.append(await other.evaluate.remote("__import__('random').random()"))
+    await other.stop()
+    assert draws[0] == draws[1] != draws[2]
+
+
+async def test_dump_shows_the_stack_of_every_child(system: ActorSystem, victim: ActorHandle, tmp_path: Path) -> None:
+    marker = tmp_path / "begun"
+    call = victim.mark_and_sleep.remote(str(marker), 600)
+    await until(marker.exists)
+    stacks = await system.dump()
+    assert f"== {victim.name}" in stacks
+    assert "in mark_and_sleep" in stacks
+    call.cancel()
+
+
+async def test_a_death_is_noticed_although_the_loop_of_the_driver_is_blocked(victim: ActorHandle) -> None:
+    await victim.ping.remote()
+    deaths: list[ActorDiedError] = []
+    victim.on_death(deaths.append)
+    call = victim.end_hard.remote(5)
+    deadline = time.monotonic() + LIMIT_S
+    while not deaths and time.monotonic() < deadline:
+        time.sleep(0.005)  # noqa: ASYNC251 the point of the test
+    assert call.done()
+    with pytest.raises(ActorDiedError):
+        await call

@@ -1,0 +1,107 @@
+"""Reading configs: what is refused, and in which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.build import run_settings
+from xrl_lite.config import load_config
+from xrl_lite.config.describe import describe
+from xrl_lite.config.run_config import RunConfig
+from xrl_lite.errors import ConfigError
+
+
+def write(folder: Path, **changes: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(run_settings(folder, Path("model"), **changes)), encoding="utf-8")
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_unknown_key_is_refused_with_its_path_and_the_closest_name(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path), "engine.optimizer.learning_rat=1e-5")
+    assert "engine.optimizer.learning_rat: unknown setting. Did you mean 'learning_rate'?" in text
+
+
+def test_unknown_key_inside_a_judger_is_refused_with_its_path(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path), "task.judger_config.request_timout=3")
+    assert "task.judger_config.request_timout: unknown setting. Did you mean 'request_timeout'?" in text
+
+
+def test_wrong_type_is_refused_with_its_path_and_value(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path), "trainer.num_steps=many")
+    assert "trainer.num_steps:" in text
+    assert "'many'" in text
+
+
+def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path), "trainer.num_steps=0", "rollout.num_replicas=0")
+    assert "trainer.num_steps" in text
+    assert "rollout.num_replicas" in text
+
+
+def test_missing_file_names_the_closest(tmp_path: Path) -> None:
+    write(tmp_path)
+    assert "Did you mean 'config.yaml'?" in refusal(tmp_path / "confg.yaml")
+
+
+def test_override_without_value_is_refused(tmp_path: Path) -> None:
+    assert "a.b=value" in refusal(write(tmp_path), "seed")
+
+
+def test_override_below_a_value_is_refused(tmp_path: Path) -> None:
+    assert "seed holds the value 3" in refusal(write(tmp_path), "seed=3", "seed.inner=1")
+
+
+def test_broken_yaml_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("a: [1, 2", encoding="utf-8")
+    assert "not valid YAML" in refusal(path)
+
+
+def test_group_of_one_is_refused(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path), "task.sampler_config.prompt_repeat_k=1")
+    assert "compares an attempt with its siblings" in text
+
+
+def test_groups_must_divide_into_mini_batches(tmp_path: Path) -> None:
+    text = refusal(write(tmp_path), "trainer.groups_per_step=10", "engine.num_mini_batches=4")
+    assert "groups_per_step (10) must be a multiple of engine.num_mini_batches (4)" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("task.judger_config.type=gsm9k", "Unknown judger 'gsm9k'. Did you mean 'gsm8k'?"),
+        ("task.agent_loop_config.type=single_tern", "Unknown agent loop 'single_tern'. Did you mean 'single_turn'?"),
+        ("rollout.engine=troch", "Unknown rollout engine 'troch'. Did you mean 'torch'?"),
+    ],
+)
+def test_unknown_component_names_the_closest(tmp_path: Path, override: str, wanted: str) -> None:
+    assert wanted in refusal(write(tmp_path), override)
+
+
+def test_unknown_advantage_names_the_closest(tmp_path: Path) -> None:
+    assert "Did you mean 'grpo'?" in refusal(write(tmp_path), "trainer.advantage=grop")
+
+
+def test_python_config_takes_overrides(tmp_path: Path) -> None:
+    path = Path(__file__).resolve().parents[3] / "configs" / "gsm8k.py"
+    config = load_config(path, ["trainer.num_steps=2", "task.sampler_config.prompt_repeat_k=4"])
+    assert config.trainer.num_steps == 2
+    assert config.task.sampler_config.prompt_repeat_k == 4
+    assert "Did you mean 'num_steps'?" in refusal(path, "trainer.num_step=2")
+
+
+def test_every_setting_is_described() -> None:
+    settings = list(describe(RunConfig))
+    assert {"seed", "trainer.num_steps", "engine.optimizer.learning_rate"} <= {setting.key for setting in settings}
+    assert all(setting.description for setting in settings)

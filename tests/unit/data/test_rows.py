@@ -1,0 +1,128 @@
+"""Rows of every understood form, and errors that name row and column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.build import gsm8k_rows, write_rows
+from xrl_lite.data import DataConfig, load_rows, parse_row
+from xrl_lite.errors import DataError
+
+CONFIG = DataConfig(path=Path("rows.jsonl"))
+
+
+def refusal(raw: dict[str, Any], config: DataConfig = CONFIG) -> str:
+    with pytest.raises(DataError) as caught:
+        parse_row(raw, 7, config)
+    return str(caught.value)
+
+
+def test_raw_gsm8k_row() -> None:
+    row = parse_row({"question": "How many?", "answer": "2+1\n#### 1,203"}, 0, CONFIG)
+    assert row.prompt == [{"role": "user", "content": "How many?"}]
+    assert row.ground_truth == "1203"
+    assert row.data_source == "openai/gsm8k"
+
+
+def test_verl_row() -> None:
+    raw = {
+        "prompt": [{"role": "user", "content": "q"}],
+        "data_source": "openai/gsm8k",
+        "reward_model": {"style": "rule", "ground_truth": "42"},
+        "extra_info": {"index": 3},
+        "agent_name": "tool_agent",
+    }
+    row = parse_row(raw, 0, CONFIG)
+    assert (row.ground_truth, row.data_source, row.agent_name) == ("42", "openai/gsm8k", "tool_agent")
+    assert row.extra_info["index"] == 3
+
+
+@pytest.mark.parametrize("column", ["ground_truth", "solution", "answer", "label"])
+def test_trl_prompt_only_row(column: str) -> None:
+    row = parse_row({"prompt": "Say 4", column: "4", "difficulty": 1}, 0, CONFIG)
+    assert row.prompt == [{"role": "user", "content": "Say 4"}]
+    assert row.ground_truth == "4"
+    assert row.extra_info == {"difficulty": 1}
+
+
+def test_columns_are_mapped() -> None:
+    config = DataConfig(path=Path("rows.jsonl"), columns={"prompt": "text", "ground_truth": "target"})
+    row = parse_row({"text": "q", "target": 5}, 0, config)
+    assert (row.prompt[0]["content"], row.ground_truth) == ("q", 5)
+
+
+def test_system_prompt_and_suffix_are_added() -> None:
+    config = DataConfig(path=Path("rows.jsonl"), system_prompt="Be brief.", question_suffix=" Now.")
+    row = parse_row({"prompt": "q", "answer": "a"}, 0, config)
+    assert row.prompt == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q Now."}]
+
+
+def test_a_row_without_ground_truth_names_row_and_columns() -> None:
+    text = refusal({"prompt": "q", "difficulty": 1})
+    assert "row 7: there is no ground truth" in text
+    assert "the row has prompt, difficulty" in text
+
+
+@pytest.mark.parametrize("raw", [{"prompt": "q", "answer": ""}, {"prompt": "q", "reward_model": {"style": "rule"}}])
+def test_an_empty_ground_truth_is_refused(raw: dict[str, Any]) -> None:
+    assert "is empty, so no answer can be judged" in refusal(raw)
+
+
+def test_a_row_without_prompt_names_the_closest_column() -> None:
+    config = DataConfig(path=Path("rows.jsonl"), columns={"prompt": "questio"})
+    assert "Did you mean 'question'?" in refusal({"question": "q", "answer": "a"}, config)
+
+
+def test_a_prompt_that_is_no_text_is_refused() -> None:
+    assert "must be a text or a list of messages" in refusal({"prompt": [{"content": "no role"}], "answer": "a"})
+
+
+def test_missing_file_names_the_closest(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", gsm8k_rows(1))
+    with pytest.raises(DataError, match=r"Did you mean 'train\.jsonl'\?"):
+        load_rows(DataConfig(path=tmp_path / "trian.jsonl"))
+
+
+def test_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(DataConfig(path=write_rows(tmp_path / "empty.jsonl", [])))
+
+
+def test_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "q", "answer": "1"}\n{"question"\n', encoding="utf-8")
+    with pytest.raises(DataError, match="line 2: not valid JSON"):
+        load_rows(DataConfig(path=path))
+
+
+def test_num_rows_takes_the_first(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", gsm8k_rows(5))
+    assert len(load_rows(DataConfig(path=path, num_rows=3))) == 3
+
+
+def test_parquet_of_verl(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": f"q{n}"}],
+            "data_source": "openai/gsm8k",
+            "reward_model": {"style": "rule", "ground_truth": str(n)},
+            "extra_info": {"index": n},
+        }
+        for n in range(3)
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    loaded = load_rows(DataConfig(path=tmp_path / "rows.parquet"))
+    assert [row.ground_truth for row in loaded] == ["0", "1", "2"]
+
+
+def test_exactly_one_origin() -> None:
+    with pytest.raises(ValidationError, match="exactly one of path, dataset and task"):
+        DataConfig(path=Path("rows.jsonl"), task="addition")
+    with pytest.raises(ValidationError, match="exactly one of path, dataset and task"):
+        DataConfig()
