@@ -115,9 +115,7 @@ async def test_an_exception_arrives_as_itself_with_the_remote_traceback(
         ("raise_stop_iteration", "StopIteration"),
     ],
 )
-async def test_an_exception_that_cannot_travel_is_described(
-    stateful: ActorHandle, method: str, type_name: str
-) -> None:
+async def test_an_exception_that_cannot_travel_is_described(stateful: ActorHandle, method: str, type_name: str) -> None:
     with pytest.raises(ActorTaskError, match=type_name) as caught:
         await stateful.method_named(method).remote()
     assert f"in {method}" in str(caught.value)
@@ -390,6 +388,20 @@ def test_a_handle_works_from_a_thread_without_a_loop(stateful: ActorHandle) -> N
     thread.start()
     thread.join(LIMIT_S)
     assert results == [1]
+
+
+async def test_a_handle_works_inside_another_actor(system: ActorSystem, stateful: ActorHandle) -> None:
+    caller = system.spawn(bodies.Caller, stateful, max_concurrency=4)
+    assert sorted(await asyncio.gather(*(caller.add.remote(1) for _ in range(20)))) == list(range(1, 21))
+    large = np.arange(500_000)
+    np.testing.assert_array_equal(await caller.pass_on.remote(large), large)
+    with pytest.raises(bodies.OwnError, match="mine"):
+        await caller.fail.remote()
+    with pytest.raises(ActorTimeoutError):
+        await caller.too_long.remote()
+    again = await caller.give_handle.remote()  # and back
+    assert await again.add.remote(3) == 3
+    await caller.stop()
 
 
 async def test_statistics_count_every_ending(stateful: ActorHandle) -> None:

@@ -88,6 +88,44 @@ class Stateful:
         return os.getpid()
 
 
+class Caller:
+    """Calls another actor, whose handle it was given."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def add(self, amount: int) -> int:
+        return await self.handle.add.remote(amount)
+
+    async def pass_on(self, value: Any) -> Any:
+        return await self.handle.echo.remote(value)
+
+    async def fail(self) -> None:
+        await self.handle.raise_own.remote()
+
+    async def too_long(self) -> None:
+        await self.handle.wait.options(timeout_s=0.05).remote(0.3)
+
+    async def give_handle(self) -> Any:
+        return self.handle
+
+    async def stop_it(self) -> None:
+        self.handle.kill()
+
+
+class ForeverCaller:
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    async def forever(self) -> None:
+        await self.handle.forever.remote()
+
+
+class SyncCaller:
+    def add(self, handle: Any, amount: int) -> int:
+        return handle.add.remote(amount).result(20.0)
+
+
 class Concurrent:
     def __init__(self) -> None:
         self.running = 0

@@ -11,8 +11,8 @@ import signal
 import sys
 from typing import Any
 
-from tests.processes import bodies
 from tests.conftest import children_of
+from tests.processes import bodies
 from xrl_lite.actors import ActorSystem, default_system
 
 

@@ -89,6 +89,10 @@ class Actor(Protocol):
 
     def statistics(self) -> dict[str, Any]: ...
 
+    def reduce(self) -> tuple[Any, ...]:
+        """Say how the actor of a handle that travels is rebuilt elsewhere, as ``__reduce__`` does."""
+        ...
+
 
 class CallCounts(Counter[str]):
     """How calls ended: ok, raised, timeout, cancelled, died, unavailable."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from xrl_lite.actors.forkserver import Birth, ForkServer
+from xrl_lite.actors.future import wake_together
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.slots import SlotPage
@@ -135,8 +136,10 @@ class Child:
 
     def _receive(self) -> None:
         try:
-            for frame in self._reader.read(socket.MSG_DONTWAIT):
-                self._on_frame(self, frame)
+            frames = self._reader.read(socket.MSG_DONTWAIT)
+            with wake_together():
+                for frame in frames:
+                    self._on_frame(self, frame)
         except BlockingIOError:
             return
         except EOFError:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
+
+from xrl_lite.actors.payload import Packed, unpack
 
 T = TypeVar("T")
 
@@ -20,7 +23,7 @@ class CallFuture(Generic[T]):
     cancels the call.
     """
 
-    __slots__ = ("_callbacks", "_cancel_call", "_cancelled", "_done", "_error", "_label", "_lock", "_read", "_value")
+    __slots__ = ("_callbacks", "_cancel_call", "_cancelled", "_done", "_error", "_label", "_lock", "_packed", "_value")
 
     def __init__(self, label: str) -> None:
         self._label = label
@@ -29,7 +32,7 @@ class CallFuture(Generic[T]):
         self._done = False
         self._cancelled = False
         self._value: Any = _PENDING
-        self._read: Callable[[], T] | None = None
+        self._packed: Packed | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[CallFuture[T]], None]] = []
 
@@ -100,9 +103,9 @@ class CallFuture(Generic[T]):
         """Set what ends the call when the future is cancelled."""
         self._cancel_call = cancel_call
 
-    def set_reader(self, read: Callable[[], T]) -> bool:
+    def set_packed(self, packed: Packed) -> bool:
         """End with a result that whoever asks first unpacks, in his own thread; False if it had ended before."""
-        return self._end(read=read)
+        return self._end(packed=packed)
 
     def set_result(self, value: T) -> bool:
         """End with a result; False if it had ended before."""
@@ -116,14 +119,14 @@ class CallFuture(Generic[T]):
         self,
         *,
         value: Any = _PENDING,
-        read: Callable[[], T] | None = None,
+        packed: Packed | None = None,
         error: BaseException | None = None,
         cancelled: bool = False,
     ) -> bool:
         with self._lock:
             if self._done:
                 return False
-            self._value, self._read, self._error, self._cancelled = value, read, error, cancelled
+            self._value, self._packed, self._error, self._cancelled = value, packed, error, cancelled
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
         self._cancel_call = (
@@ -145,38 +148,76 @@ class CallFuture(Generic[T]):
             raise asyncio.CancelledError
         if self._error is not None:
             raise self._error.with_traceback(None)
-        if self._read is not None:
-            with self._lock:
-                read, self._read = self._read, None
-            if read is not None:
-                self._unpack(read)
-                return self._outcome()
+        if self._packed is not None:
+            self._unpack()
+            return self._outcome()
         return cast("T", self._value)
 
-    def _unpack(self, read: Callable[[], T]) -> None:
-        try:
-            self._value = read()
-        except Exception as error:  # noqa: BLE001 a user's class may raise anything while it is rebuilt
-            error.add_note(f"Raised while the result of {self._label} was unpickled at the caller.")
-            self._error = error
+    def take_packed(self) -> Packed | None:
+        """Return the result of an ended future as it arrived, to be sent on; None if it did not arrive packed."""
+        return self._packed
+
+    def _unpack(self) -> None:
+        with self._lock:
+            if self._packed is None:
+                return
+            try:
+                self._value = unpack(self._packed)
+            except Exception as error:  # noqa: BLE001 a user's class may raise anything while it is rebuilt
+                error.add_note(f"Raised while the result of {self._label} was unpickled at the caller.")
+                self._error = error
+            self._packed = None
 
 
 class _Waker:
     """Wakes a task on its own loop, from any thread."""
 
-    __slots__ = ("_loop", "_waiter")
+    __slots__ = ("loop", "waiter")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-        self._loop = loop
-        self._waiter = waiter
+        self.loop = loop
+        self.waiter = waiter
 
     def __call__(self, _future: CallFuture[Any]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(_wake, self._waiter)
-        except RuntimeError:  # the loop has been closed, so nobody waits any more
-            return
+        if _together.wakers is not None:
+            _together.wakers.append(self)
+        else:
+            _wake_on(self.loop, [self.waiter])
 
 
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+class _Together(threading.local):
+    wakers: list[_Waker] | None = None
+
+
+_together = _Together()
+
+
+@contextmanager
+def wake_together() -> Iterator[None]:
+    """Wake the tasks of all futures that end inside with one system call for each loop.
+
+    Every such call lets go of the interpreter lock, and the woken loop would take it for a single future.
+    """
+    wakers: list[_Waker] = []
+    _together.wakers = wakers
+    try:
+        yield
+    finally:
+        _together.wakers = None
+        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        for waker in wakers:
+            by_loop.setdefault(waker.loop, []).append(waker.waiter)
+        for loop, waiters in by_loop.items():
+            _wake_on(loop, waiters)
+
+
+def _wake_on(loop: asyncio.AbstractEventLoop, waiters: list[asyncio.Future[None]]) -> None:
+    # a loop that was closed in the meantime has nobody left who waits
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(_wake, waiters)
+
+
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)

@@ -16,6 +16,8 @@ from xrl_lite.errors import ActorError, did_you_mean
 class ActorHandle:
     """Calls an actor: ``await handle.method.remote(...)``. Usable from any event loop and any thread.
 
+    A handle may be sent to other actors, which then call the same actor; only the process that spawned it can stop it.
+
     A method of the class that bears the name of one of the attributes below is reached by `method_named`.
     """
 
@@ -26,6 +28,15 @@ class ActorHandle:
         if name.startswith("__"):
             raise AttributeError(name)
         return self.method_named(name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, self._actor.reduce()
+
+    def __copy__(self) -> ActorHandle:
+        return self
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> ActorHandle:
+        return self
 
     def __repr__(self) -> str:
         return f"<ActorHandle {self.name} pid={self.pid}>"
@@ -143,6 +154,10 @@ class ActorMethod:
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(f"Call {self._name}() of an actor so: await handle.{self._name}.remote(...).")
+
+
+def _rebuild(build: Callable[..., Actor], arguments: tuple[Any, ...]) -> ActorHandle:
+    return ActorHandle(build(*arguments))
 
 
 def _argument_names(

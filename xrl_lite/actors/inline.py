@@ -19,6 +19,7 @@ import functools
 import inspect
 import random
 import time
+import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -190,6 +191,10 @@ class InlineActor:
             **{f"num_{ending}": self._counts[ending] for ending in ENDINGS},
         }
 
+    def reduce(self) -> tuple[Any, ...]:
+        _actors[id(self)] = self
+        return _same_actor, (id(self),)
+
     def begin_next(self) -> None:
         """Begin the next call."""
         call = self._queue.popleft()
@@ -272,7 +277,7 @@ class InlineActor:
     def _settle(self, call: Call, outcome: Outcome, _elapsed_s: float) -> None:
         kind, packed = outcome
         if kind is Kind.RESULT:
-            self._end(call, "ok", call.future.set_reader(functools.partial(unpack, packed)))
+            self._end(call, "ok", call.future.set_packed(packed))
         elif kind is Kind.ERROR:
             error = unpack_failure(packed).error(self._spec.name, call.method)
             self._end(call, "raised", call.future.set_exception(error))
@@ -348,6 +353,14 @@ class InlineActor:
             call = self._queue.popleft()
             self._end(call, "unavailable", call.future.set_exception(make_error()))
         self._on_down()
+
+
+_actors: weakref.WeakValueDictionary[int, InlineActor] = weakref.WeakValueDictionary()
+"""Actors whose handles were pickled: they are unpickled in the same process."""
+
+
+def _same_actor(number: int) -> InlineActor:
+    return _actors[number]
 
 
 async def _identity(awaitable: Awaitable[Any]) -> Any:

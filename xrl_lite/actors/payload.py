@@ -71,12 +71,8 @@ class SharedValue:
         return unpack(self._packed)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        collected = _travelling.collected
-        if collected is None:
-            raise pickle.PicklingError("a SharedValue can only be sent through an actor's call or result")
-        first = len(collected)
-        collected.extend(self._packed.segments)
-        return _shared_value, (self._packed.body, first, len(self._packed.segments), self._packed.own_segment)
+        places = [send_along(segment) for segment in self._packed.segments]
+        return _shared_value, (self._packed.body, places, self._packed.own_segment)
 
 
 def share(value: object) -> SharedValue:
@@ -94,9 +90,26 @@ class _Travelling(threading.local):
 _travelling = _Travelling()
 
 
-def _shared_value(body: bytes, first: int, count: int, own_segment: bool) -> SharedValue:
-    segments = _travelling.received[first : first + count]
-    return SharedValue(Packed(body, segments, own_segment))
+def send_along(segment: Segment) -> int:
+    """Let a descriptor travel with the object that is being pickled; return its place, for `came_along`.
+
+    Raises:
+        PicklingError: whoever pickles is not an actor's call or result, so there is nothing to travel with.
+    """
+    collected = _travelling.collected
+    if collected is None:
+        raise pickle.PicklingError("SharedValues and handles can only be sent through an actor's call or result")
+    collected.append(segment)
+    return len(collected) - 1
+
+
+def came_along(place: int) -> Segment:
+    """Return the descriptor that came with the object that is being unpickled."""
+    return _travelling.received[place]
+
+
+def _shared_value(body: bytes, places: list[int], own_segment: bool) -> SharedValue:
+    return SharedValue(Packed(body, tuple(map(came_along, places)), own_segment))
 
 
 def pack(

@@ -40,13 +40,13 @@ from xrl_lite.actors.actor import (
     unavailable_error,
 )
 from xrl_lite.actors.child import Child, Death
+from xrl_lite.actors.door import Door, reduce_through
 from xrl_lite.actors.failure import unpack_failure
 from xrl_lite.actors.forkserver import ForkServer, module_path
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.logs import ActorLog
 from xrl_lite.actors.machine import private_bytes
-from xrl_lite.actors.payload import unpack
 from xrl_lite.actors.restart import RestartBudget
 from xrl_lite.actors.slots import MethodKind
 from xrl_lite.actors.wire import EMPTY, Frame, Kind
@@ -121,6 +121,7 @@ class ProcessActor:
         self._submitted = 0
         self._ended = 0
         self._lock = threading.Lock()
+        self._door: Door | None = None
         hub.post(self._start_child)
 
     @property
@@ -192,6 +193,14 @@ class ProcessActor:
             "last_death": self._last_death,
             **{f"num_{ending}": self._counts[ending] for ending in ENDINGS},
         }
+
+    def reduce(self) -> tuple[Any, ...]:
+        with self._lock:
+            if self._final_error is not None:
+                raise self._final_error()
+            if self._door is None:
+                self._door = Door(self._hub, self._spec.name, self.submit, self.cancel)
+            return reduce_through(self._door.segment, self._spec)
 
     def dump_stacks(self) -> tuple[ActorLog, int] | None:
         """Make the child write the stacks of its threads; return its log and where in it they begin."""
@@ -403,7 +412,7 @@ class ProcessActor:
 
     def _on_reply(self, call: Call, frame: Frame) -> None:
         if frame.kind is Kind.RESULT:
-            self._end(call, "ok", lambda: call.future.set_reader(functools.partial(unpack, frame.packed)))
+            self._end(call, "ok", lambda: call.future.set_packed(frame.packed))
         elif frame.kind is Kind.ERROR:
             error = unpack_failure(frame.packed).error(self._spec.name, call.method)
             self._end(call, "raised", lambda: call.future.set_exception(error))
@@ -509,6 +518,8 @@ class ProcessActor:
         if self._gone.is_set():
             return
         self._gone.set()
+        if self._door is not None:
+            self._door.close()
         if self._log is not None:
             self._log.close()
         self._on_down()

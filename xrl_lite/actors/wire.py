@@ -38,6 +38,9 @@ class Kind(IntEnum):
     """To the child: end this call; it has been marked in its slot as well."""
     STOP = 4
     """To the child: finish, run exit handlers, and end."""
+    OPTIONS = 8
+    """To the driver, through a door: the options of the call that follows."""
+
     RESULT = 5
     """To the driver: what the call returned."""
     ERROR = 6

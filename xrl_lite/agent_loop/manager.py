@@ -81,7 +81,7 @@ class AgentLoopManager:
     ) -> None:
         self.agent_loop = agent_loop
         self.sampler = sampler
-        self._buffer = replay_buffer
+        self.replay_buffer = replay_buffer
         self._limits = limits
 
     async def produce_batch(self, batch_size: int, *, train_step: int) -> None:
@@ -98,8 +98,8 @@ class AgentLoopManager:
             async with anyio.create_task_group() as running:
                 for uid, group in zip(uids, groups, strict=True):
                     running.start_soon(partial(self._run_group, uid, group), name=f"group-{uid}")
-            failed = [uid for uid in uids if self._buffer.status(uid) is GroupStatus.FAILURE]
-            failures += [self._buffer.reason(uid) for uid in failed]
+            failed = [uid for uid in uids if self.replay_buffer.status(uid) is GroupStatus.FAILURE]
+            failures += [self.replay_buffer.reason(uid) for uid in failed]
             missing = len(failed)
             self._give_up_if_hopeless(failures, batch_size)
 
@@ -117,12 +117,12 @@ class AgentLoopManager:
 
     async def _admit(self, group: list[RolloutState], train_step: int) -> str:
         uid = str(group[0].group_id)
-        await self._buffer.admit(uid, partition_id=TRAIN, global_steps=train_step)
+        await self.replay_buffer.admit(uid, partition_id=TRAIN, global_steps=train_step)
         return uid
 
     async def _run_group(self, uid: str, group: list[RolloutState]) -> None:
-        await self._buffer.start(uid)
-        await self._buffer.finish(uid, await self.agent_loop.generate_group(group))
+        await self.replay_buffer.start(uid)
+        await self.replay_buffer.finish(uid, await self.agent_loop.generate_group(group))
 
     def _give_up_if_hopeless(self, failures: list[str], batch_size: int) -> None:
         if failures:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -124,13 +126,18 @@ class LanguageModelEngine(BaseEngine):
         return 1
 
     def save_checkpoint(self, folder: Path) -> None:
-        dcp.save(self._state(), checkpoint_id=str(folder))
+        try:
+            with _alone_on_purpose():
+                dcp.save(self._state(), checkpoint_id=str(folder))
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"the state of the ranks could not be written to {folder}: {error}") from error
 
     def load_checkpoint(self, folder: Path) -> None:
         state = self._state()
         try:
-            dcp.load(state, checkpoint_id=str(folder))
-        except Exception as error:
+            with _alone_on_purpose():
+                dcp.load(state, checkpoint_id=str(folder))
+        except (Exception, CheckpointException) as error:
             raise CheckpointError(f"{folder} does not fit the model {self._model_path}: {error}") from error
         set_state_dict(
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
@@ -164,6 +171,13 @@ class LanguageModelEngine(BaseEngine):
         # only the positions that predict a response token go through the head: it is half the cost of a small model
         hidden = self._policy.base_model(**inputs).last_hidden_state
         return self._policy.get_output_embeddings()(hidden.flatten(0, 1)[batch.predicted_at])
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

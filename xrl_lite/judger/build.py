@@ -87,7 +87,15 @@ def _build_remote(
         raise
     concurrency = config.concurrency_per_worker
     replicas = [
-        RemoteJudger(handle, name, local, policy=config.policy, max_concurrency=concurrency) for handle in handles
+        RemoteJudger(
+            handle,
+            name,
+            local,
+            policy=config.policy,
+            max_concurrency=concurrency,
+            can_take_many=concurrency == 1,
+        )
+        for handle in handles
     ]
     if len(replicas) == 1:
         replicas[0].on_close = release

@@ -19,19 +19,25 @@ _MARKED = re.compile(r"####[ \t]*([^\n]+)")
 _NUMBER_IN_TEXT = re.compile(
     r"[-\N{MINUS SIGN}]?[$]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-\N{MINUS SIGN}]?\.\d+"
 )
+_BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*\{")
+_BRACE = re.compile(r"[{}]")
 _LONGEST = 400
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return what is inside the last ``\boxed{...}`` or ``\fbox{...}`` whose braces close, or None."""
-    end = len(text)
-    while (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
-        brace = text.find("{", start)
-        inside = _balanced(text, brace) if brace >= 0 and not text[start + 5 : brace].strip("ed ") else None
-        if inside is not None:
-            return inside
-        end = start
-    return None
+    r"""Return what is inside the last ``\boxed{...}`` or ``\fbox{...}`` whose braces close, or None; in linear time."""
+    boxes = [match.end() - 1 for match in _BOX.finditer(text)]
+    if not boxes:
+        return None
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACE.finditer(text, boxes[0]):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif opened:
+            closing[opened.pop()] = match.start()
+    closed = [brace for brace in boxes if brace in closing]
+    return text[closed[-1] + 1 : closing[closed[-1]]] if closed else None
 
 
 def last_number(text: str) -> str | None:
@@ -99,18 +105,6 @@ def _items(text: str) -> list[str]:
     if len(text) > 1 and (text[0], text[-1]) in (("[", "]"), ("(", ")"), ("{", "}")):
         text = text[1:-1]
     return [item for item in re.split(r"[,;]", text) if item]
-
-
-def _balanced(text: str, brace: int) -> str | None:
-    depth = 0
-    for index in range(brace, len(text)):
-        if text[index] == "{":
-            depth += 1
-        elif text[index] == "}":
-            depth -= 1
-            if depth == 0:
-                return text[brace + 1 : index]
-    return None
 
 
 def _without_end(answer: str) -> str:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 
 from xrl_lite.data.rollout_state import RolloutState
-from xrl_lite.errors import ActorUnavailableError
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch
-from xrl_lite.judger.outcome import JudgementPolicy, no_worker_left
+from xrl_lite.judger.dispatch import Dispatcher, Item
+from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.remote import RemoteJudger
-from xrl_lite.judger.slots import Slots
-from xrl_lite.judger.stopwatch import execution_starts
-from xrl_lite.log import get_logger
-
-logger = get_logger(__name__)
 
 
 class JudgerPool(Judger):
@@ -44,8 +40,8 @@ class JudgerPool(Judger):
             raise ValueError("JudgerPool requires at least one replica.")
         self.replicas = replicas
         self.policy = policy or replicas[0].policy
-        self._slots = Slots(
-            [replica.max_concurrency if isinstance(replica, RemoteJudger) else None for replica in replicas]
+        self._dispatcher = Dispatcher(
+            judger_name, [replica if isinstance(replica, RemoteJudger) else _Local(replica) for replica in replicas]
         )
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
@@ -72,20 +68,11 @@ class JudgerPool(Judger):
             JudgerError: no replica has a worker left.
             Exception: what the replica raised.
         """
-        while True:
-            index = await self._slots.acquire()
-            execution_starts()
-            try:
-                return await self.replicas[index].judge_payload(payload)
-            except ActorUnavailableError as error:
-                logger.error("judger %r: replica %d is not used any more: %s", self.get_judger_name(), index, error)  # noqa: TRY400 - the message holds the cause
-                self._slots.retire(index, no_worker_left(self.get_judger_name(), error))
-            finally:
-                self._slots.release(index)
+        return await self._dispatcher.run(payload)
 
     def get_worker_status(self) -> dict[str, int]:
         """Return what is in flight at each replica."""
-        return {f"{self.get_judger_name()}[{index}]": load for index, load in enumerate(self._slots.loads)}
+        return {f"{self.get_judger_name()}[{index}]": load for index, load in enumerate(self._dispatcher.loads)}
 
     async def aclose(self) -> None:
         """End all workers, and wait until they are gone."""
@@ -99,3 +86,19 @@ class JudgerPool(Judger):
         for replica in self.replicas:
             replica.close()
         super().close()
+
+
+class _Local:
+    """A replica that is not in a worker."""
+
+    max_concurrency: int | None = None
+    can_take_many = False
+
+    def __init__(self, judger: Judger) -> None:
+        self._judger = judger
+
+    async def send(self, payload: Any, *, num_deaths: int = 0) -> Any:
+        return await self._judger.judge_payload(payload)
+
+    async def send_many(self, payloads: Sequence[Any], *, limit_s: float) -> list[Item]:
+        raise NotImplementedError

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
+from time import perf_counter
 from typing import Any, Protocol, cast
 
 import anyio
@@ -12,10 +14,10 @@ import anyio
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ActorDiedError
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, within
+from xrl_lite.judger.dispatch import Dispatcher, Item
 from xrl_lite.judger.native import NativeJudger
 from xrl_lite.judger.outcome import JudgementPolicy
-from xrl_lite.judger.slots import Slots
-from xrl_lite.judger.stopwatch import execution_starts
+from xrl_lite.judger.whereabouts import full_traceback
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -58,6 +60,7 @@ class RemoteJudger(Judger):
         policy: What happens to a sample without a score, and how long one judgement may run.
         max_concurrency: Judgements with the worker at the same time; others wait here, so that one that hangs holds up
             nothing but itself. No limit when not given.
+        can_take_many: Whether the actor has `judge_each`.
     """
 
     limits_itself = True
@@ -70,13 +73,15 @@ class RemoteJudger(Judger):
         *,
         policy: JudgementPolicy | None = None,
         max_concurrency: int | None = None,
+        can_take_many: bool = False,
     ) -> None:
         super().__init__(judger_name)
         self.actor = actor
         self.preprocess_judger = preprocess_judger
         self.policy = policy or JudgementPolicy()
         self.max_concurrency = max_concurrency
-        self._slots = Slots([max_concurrency])
+        self.can_take_many = can_take_many
+        self._dispatcher = Dispatcher(judger_name, [self])
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Make the payload here, so that only it travels."""
@@ -108,12 +113,23 @@ class RemoteJudger(Judger):
             ActorUnavailableError: no worker is left.
             Exception: what the reward code raised.
         """
-        await self._slots.acquire()
-        execution_starts()
-        try:
-            return await self._send(payload)
-        finally:
-            self._slots.release(0)
+        return await self._dispatcher.run(payload)
+
+    async def send(self, payload: JudgerPayloadBatch, *, num_deaths: int = 0) -> JudgerOutputBatch:
+        """Send a payload now, and once more if the worker dies of something else than this payload."""
+        while True:
+            try:
+                return await self._send_once(payload)
+            except ActorDiedError as error:
+                num_deaths += 1
+                if num_deaths >= MAX_ATTEMPTS:
+                    raise
+                logger.warning("judger %r: sending a payload again, its worker died: %s", self.get_judger_name(), error)
+
+    async def send_many(self, payloads: Sequence[JudgerPayload], *, limit_s: float) -> list[Item]:
+        """Send several payloads by one call."""
+        limit_s = min(limit_s, self.policy.request_timeout)
+        return await cast("Any", self.actor).judge_each.options(timeout_s=limit_s).remote(payloads)
 
     async def aclose(self) -> None:
         """End the worker, and wait until it is gone."""
@@ -130,16 +146,6 @@ class RemoteJudger(Judger):
         if kill is not None:
             kill()
         super().close()
-
-    async def _send(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            try:
-                return await self._send_once(payload)
-            except ActorDiedError as error:
-                if attempt == MAX_ATTEMPTS:
-                    raise
-                logger.warning("judger %r: sending a payload again, its worker died: %s", self.get_judger_name(), error)
-        raise AssertionError("the last attempt returns or raises")
 
     async def _send_once(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         limit_s = self.policy.request_timeout
@@ -173,6 +179,18 @@ class JudgerActor:
             result = self._run(payload)
         return result
 
+    def judge_each(self, payloads: Sequence[JudgerPayload]) -> list[Item]:
+        """Score payloads one after the other; one that raises does not keep the others from being scored."""
+        return [self._judge_one(payload) for payload in payloads]
+
+    def _judge_one(self, payload: JudgerPayload) -> Item:
+        began = perf_counter()
+        try:
+            output = self.judge_payload(payload)
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
+            return Item(_ready_to_travel(error), is_output=False, run_s=perf_counter() - began)
+        return Item(output, is_output=True, run_s=perf_counter() - began)
+
     def _run(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         if _a_loop_runs_here():  # a backend without processes
             return _run_in_thread(self.judger, payload)
@@ -191,6 +209,17 @@ class ConcurrentJudgerActor(JudgerActor):
 
 RayJudger = JudgerActor
 """Name under which XTuner exports the actor class."""
+
+
+def _ready_to_travel(error: Exception) -> Exception:
+    """Put the traceback into a note, as it does not travel, and replace an exception that cannot travel itself."""
+    trace = full_traceback(error)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - any way of failing means that it does not travel
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(trace)
+    return error
 
 
 def _a_loop_runs_here() -> bool:

@@ -1,10 +1,13 @@
-"""Places at workers, given out in rotation; who finds none waits in line.
+"""Places at workers, given out in rotation; who finds none waits in line, or is carried along by another.
 
 ::
 
-    acquire() --> free place, starting behind the last one taken --> index of the worker
-      waits for    a place, in the order of asking
-      is woken by  release() of any worker, or by the loss of the last worker
+    acquire() --> free place, starting behind the last one taken --> Lead: use this worker, then release it
+      waits for    a place, in the order of asking; or for somebody who has one to carry its payload along
+      is woken by  release() of any worker, carry() of a leader, or the loss of the last worker
+
+A leader may `board` payloads from the line, send them with its own, and `carry` the results to those who wait. What a
+leader cannot carry after all, it puts back at the front, to travel alone.
 """
 
 from __future__ import annotations
@@ -12,6 +15,42 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Lead:
+    """A place at a worker."""
+
+    index: int
+    """Which worker."""
+    num_deaths: int = 0
+    """How many workers died while they had the payload."""
+    travels_alone: bool = False
+    """Whether the payload was on board of a journey that failed."""
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What came of a payload that somebody else sent."""
+
+    result: Any
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A payload in line, or on board."""
+
+    payload: Any
+    future: asyncio.Future[Lead | Carried]
+    num_deaths: int = 0
+    travels_alone: bool = False
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.future.done() or self.future.get_loop().is_closed()
 
 
 class Slots:
@@ -26,46 +65,69 @@ class Slots:
         self._in_flight = [0] * len(self._capacities)
         self._retired: dict[int, Exception] = {}
         self._next = 0
-        self._line: deque[asyncio.Future[int]] = deque()
+        self._line: deque[Ticket] = deque()
 
     @property
     def loads(self) -> list[int]:
-        """What is in flight at each worker."""
+        """How many places are taken at each worker."""
         return list(self._in_flight)
 
-    async def acquire(self) -> int:
-        """Return the worker to use next, waiting until one has a place. Each place must be released.
+    @property
+    def has_line(self) -> bool:
+        """Whether anybody waits."""
+        return bool(self._line)
+
+    async def acquire(self, payload: Any = None) -> Lead | Carried:
+        """Return a place at the worker to use next, or what came of the payload. A place must be released.
 
         Raises:
             Exception: the one given to `retire`, when no worker is left.
         """
         index = self._take_free()
         if index is not None:
-            return index
-        ticket: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            return Lead(index)
+        ticket = Ticket(payload, asyncio.get_running_loop().create_future())
         self._line.append(ticket)
         try:
-            return await ticket
+            return await ticket.future
         except asyncio.CancelledError:
             if ticket in self._line:
                 self._line.remove(ticket)
-            elif not ticket.cancelled() and ticket.exception() is None:
-                self.release(ticket.result())  # cancelled in the moment the place was given
+            elif ticket.future.done() and not ticket.future.cancelled() and ticket.future.exception() is None:
+                given = ticket.future.result()
+                if isinstance(given, Lead):
+                    self.release(given.index)  # cancelled in the moment the place was given
             raise
 
     def release(self, index: int) -> None:
         """Give a place back, to the first in line if there is one."""
         self._in_flight[index] -= 1
-        if index in self._retired:
-            return
-        while self._line:
-            ticket = self._line.popleft()
-            if ticket.done() or ticket.get_loop().is_closed():
-                continue
-            self._in_flight[index] += 1
-            self._next = (index + 1) % len(self._capacities)
-            ticket.set_result(index)
-            return
+        self._serve_line()
+
+    def board(self, count: int) -> list[Ticket]:
+        """Take up to `count` tickets out of the line. Each must be carried or put back."""
+        boarded: list[Ticket] = []
+        while self._line and len(boarded) < count:
+            if self._line[0].is_void:
+                self._line.popleft()
+            elif self._line[0].travels_alone or self._line[0].payload is None:
+                break
+            else:
+                boarded.append(self._line.popleft())
+        return boarded
+
+    def carry(self, ticket: Ticket, result: Any) -> None:
+        """Hand the result of a boarded ticket to whoever waits for it."""
+        if not ticket.is_void:
+            ticket.future.set_result(Carried(result))
+
+    def put_back(self, tickets: Sequence[Ticket], *, died: bool) -> None:
+        """Put boarded tickets back at the front of the line, to travel alone."""
+        for ticket in reversed(tickets):
+            ticket.travels_alone = True
+            ticket.num_deaths += died
+            self._line.appendleft(ticket)
+        self._serve_line()
 
     def retire(self, index: int, error: Exception) -> None:
         """Give out no place at this worker any more; `error` is what those in line get when it was the last one."""
@@ -74,11 +136,22 @@ class Slots:
             return
         while self._line:
             ticket = self._line.popleft()
-            if not ticket.done() and not ticket.get_loop().is_closed():
-                ticket.set_exception(error)
+            if not ticket.is_void:
+                ticket.future.set_exception(error)
 
     def __reduce__(self) -> tuple[type[Slots], tuple[list[int | None]]]:
         return Slots, (self._capacities,)  # a copy counts for itself
+
+    def _serve_line(self) -> None:
+        while self._line:
+            if self._line[0].is_void:
+                self._line.popleft()
+                continue
+            index = self._take_free()
+            if index is None:
+                return
+            ticket = self._line.popleft()
+            ticket.future.set_result(Lead(index, ticket.num_deaths, ticket.travels_alone))
 
     def _take_free(self) -> int | None:
         if len(self._retired) == len(self._capacities):

@@ -22,6 +22,10 @@ class Stopwatch:
         """Note that the judgement starts to run now; the last note counts."""
         self._started = perf_counter()
 
+    def took(self, run_s: float) -> None:
+        """Note that the judgement has just ended and ran so long, as measured where it ran."""
+        self._started = max(perf_counter() - run_s, self._asked)
+
     def read(self) -> tuple[float, float]:
         """Return the seconds waited and the seconds run so far."""
         return self._started - self._asked, perf_counter() - self._started
@@ -46,3 +50,10 @@ def execution_starts() -> None:
     watch = _current.get()
     if watch is not None:
         watch.start()
+
+
+def execution_took(run_s: float) -> None:
+    """Say how long the judgement being measured, if any, ran until now."""
+    watch = _current.get()
+    if watch is not None:
+        watch.took(run_s)

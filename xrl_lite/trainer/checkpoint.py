@@ -92,7 +92,7 @@ class CheckpointStore:
                 shutil.rmtree(final)
             aside.rename(final)
             _mark(final, sizes)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             free = shutil.disk_usage(self._folder).free if self._folder.exists() else 0
             raise CheckpointError(

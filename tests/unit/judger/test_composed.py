@@ -111,7 +111,9 @@ async def test_a_raising_merge_function_fails_the_sample() -> None:
 
 
 async def test_a_merged_nan_fails_the_sample() -> None:
-    judger = ComposedJudger({"a": scoring("a", 1.0), "b": scoring("b", 1.0)}, weighted_merge({"a": 1, "b": float("nan")}))
+    judger = ComposedJudger(
+        {"a": scoring("a", 1.0), "b": scoring("b", 1.0)}, weighted_merge({"a": 1, "b": float("nan")})
+    )
     state = await judger.judge(make_state(data_source=BOTH))
     assert state.status is Status.FAILED
     assert "finite number as 'score', got nan" in str(state.error_msg)
@@ -131,7 +133,9 @@ async def test_a_merge_function_that_returns_a_list_is_misuse() -> None:
         ({"a": 1.0, "c": 1.0}, KeyError, "Unknown judger branch"),
     ],
 )
-async def test_bad_routing_raises_before_any_branch_runs(data_source: Any, error: type[Exception], message: str) -> None:
+async def test_bad_routing_raises_before_any_branch_runs(
+    data_source: Any, error: type[Exception], message: str
+) -> None:
     branches = {"a": scoring("a", 1.0), "b": scoring("b", 1.0)}
     state = make_state()
     state.data_source = data_source
@@ -208,7 +212,10 @@ class TestBatch:
 
     @pytest.mark.parametrize(
         ("merged", "error", "message"),
-        [(lambda states: states[0], TypeError, "returned a single RolloutState"), (lambda states: states[:1], ValueError, "1 states for 2")],
+        [
+            (lambda states: states[0], TypeError, "returned a single RolloutState"),
+            (lambda states: states[:1], ValueError, "1 states for 2"),
+        ],
     )
     async def test_wrong_number_of_merged_states(self, merged: Any, error: type[Exception], message: str) -> None:
         judger = ComposedJudger({"a": Scores(), "b": Scores()}, lambda states, judged: merged(states))

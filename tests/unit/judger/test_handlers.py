@@ -23,7 +23,7 @@ async def async_exact(response: str, label: Any, extra_info: Any) -> dict[str, A
     return exact(response, label, extra_info)
 
 
-class Callable_:
+class CallableObject:
     def __call__(self, response: str, label: Any, extra_info: Any) -> dict[str, Any]:
         return exact(response, label, extra_info)
 
@@ -47,8 +47,8 @@ HANDLERS: dict[str, Any] = {
     "lambda that returns a coroutine": lambda response, label, extra_info: async_exact(response, label, extra_info),
     "partial": functools.partial(with_bonus, 0.0),
     "partial of an async function": functools.partial(async_exact),
-    "callable object": Callable_(),
-    "bound method": Callable_().method,
+    "callable object": CallableObject(),
+    "bound method": CallableObject().method,
     "object with async __call__": AsyncCallable(),
     "partial of an object with async __call__": functools.partial(AsyncCallable()),
     "module path": "tests.unit.judger.states:exact",
@@ -66,7 +66,7 @@ async def test_every_kind_of_handler_scores(name: str, sync_in: Any) -> None:
 
 @pytest.mark.parametrize(
     ("handler", "name"),
-    [(functools.partial(exact), "exact"), (Callable_(), "Callable_"), (exact, "exact"), ("a.b:c", "a.b:c")],
+    [(functools.partial(exact), "exact"), (CallableObject(), "CallableObject"), (exact, "exact"), ("a.b:c", "a.b:c")],
 )
 def test_p1_handlers_without_a_name_get_one(handler: Any, name: str) -> None:
     assert handler_name(handler) == name
@@ -90,7 +90,7 @@ def test_async_is_seen_through_partials_and_call() -> None:
         ("no_such_file.py:exact", "there is no such file"),
         ("exact", "neither a path nor a URL"),
         ("tests.unit.judger.test_handlers:HANDLERS", "is not callable"),
-        (Callable_, "is the class Callable_. Give an instance"),
+        (CallableObject, "is the class CallableObject. Give an instance"),
         (lambda answer: {"score": 1.0}, "needs the argument 'answer'"),
         (lambda solution_str, ground_truth: 1.0, "It looks like signature: verl"),
     ],
@@ -167,7 +167,9 @@ class Holder(Settings):
 class TestAnyJudgerConfig:
     def test_a_mapping_is_read_by_its_type(self) -> None:
         assert Holder.model_validate({"judger": {"type": "gsm8k"}}).judger == GSM8KJudgerConfig()
-        native = Holder.model_validate({"judger": {"judger_name": "x", "reward_handler": "tests.unit.judger.states:exact"}})
+        native = Holder.model_validate(
+            {"judger": {"judger_name": "x", "reward_handler": "tests.unit.judger.states:exact"}}
+        )
         assert type(native.judger) is JudgerConfig
 
     def test_an_instance_stays_what_it_is(self) -> None:
@@ -186,12 +188,14 @@ class TestAnyJudgerConfig:
             assert Holder.model_validate(holder.model_dump(mode=mode)) == holder
 
     def test_what_json_cannot_hold_is_left_out(self) -> None:
-        dumped = JudgerConfig(judger_name="x", reward_handler=exact, extra_info={"lock": object()}).model_dump(mode="json")
+        dumped = JudgerConfig(judger_name="x", reward_handler=exact, extra_info={"lock": object()}).model_dump(
+            mode="json"
+        )
         assert "reward_handler" not in dumped
         assert "extra_info" not in dumped
 
     def test_an_unknown_type_names_the_closest(self) -> None:
-        with pytest.raises(ValueError, match="Unknown judger 'gms8k'. Did you mean 'gsm8k'"):
+        with pytest.raises(ValueError, match=r"Unknown judger 'gms8k'\. Did you mean 'gsm8k'"):
             Holder.model_validate({"judger": {"type": "gms8k"}})
 
     def test_what_is_no_judger_is_refused(self) -> None:

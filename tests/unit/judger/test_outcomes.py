@@ -120,7 +120,7 @@ async def test_a_payload_that_ran_too_long_is_not_sent_again() -> None:
 
 async def test_no_worker_left_stops_the_run() -> None:
     judger = RemoteJudger(FakeActor(lambda _: ActorUnavailableError("restarts are used up")), "remote")
-    with pytest.raises(JudgerError, match="no worker process left.*restarts are used up"):
+    with pytest.raises(JudgerError, match=r"no worker process left.*restarts are used up"):
         await judger.judge(make_state())
 
 

@@ -116,7 +116,9 @@ async def test_composed_sample_with_weights_in_the_merge_function() -> None:
     judger_config = ComposedJudgerConfig(
         branches={
             "correctness": JudgerConfig(judger_name="correctness", reward_handler=exact_match_reward),
-            "format": JudgerConfig(judger_name="format", reward_handler=lambda response, label, extra_info: {"score": 0.5}),
+            "format": JudgerConfig(
+                judger_name="format", reward_handler=lambda response, label, extra_info: {"score": 0.5}
+            ),
         },
         merge_fn=merge_rewards,
     )

@@ -1,0 +1,205 @@
+"""Controller, agent loop, manager and weight sync over the scripted engine, on both backends of the actor layer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from tests.build import make_state
+from xrl_lite.actors import ActorSystem
+from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
+from xrl_lite.algorithms.digest import weights_digest
+from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
+from xrl_lite.errors import RunError, WeightSyncError, errors_as_themselves
+from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.rollout import RolloutConfig
+from xrl_lite.rollout.controller import RolloutController
+from xrl_lite.weight_sync import WeightSync
+
+BACKENDS = ["inline", pytest.param("process", marks=pytest.mark.process)]
+WEIGHTS = {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(2)}
+
+
+@pytest.fixture(params=BACKENDS)
+async def system(request: pytest.FixtureRequest) -> AsyncIterator[ActorSystem]:
+    async with ActorSystem(num_cpus=4, backend=request.param) as running:
+        yield running
+
+
+def make_controller(system: ActorSystem, **options: Any) -> RolloutController:
+    replicas = options.pop("num_replicas", 1)
+    timeout = options.pop("request_timeout_s", 30.0)
+    config = RolloutConfig(
+        engine="fake", engine_options=options, num_replicas=replicas, request_timeout_s=timeout, num_threads=1
+    )
+    return RolloutController(
+        system, config=config, model_path="none", decode=lambda ids, _: "".join(map(chr, ids)), seed=0
+    )
+
+
+def fresh(**fields: Any) -> RolloutState:
+    defaults = {"status": Status.INIT, "reward": None, "response": None, "response_ids": None, "logprobs": None}
+    return make_state(**(defaults | fields))
+
+
+class ByText:
+    """Scores 1.0 for "A", else 0.0."""
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        rollout_state.reward = {"score": float(rollout_state.response == "A")}
+        return rollout_state
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        return [await self.judge(state) for state in rollout_states]
+
+
+class Trainer:
+    """Something to take weights from."""
+
+    async def export_weights(self) -> dict[str, torch.Tensor]:
+        return WEIGHTS
+
+
+async def test_a_response_fills_the_state(system: ActorSystem) -> None:
+    controller = make_controller(system, responses=[[65]])
+    state = fresh()
+    assert await controller.generate(state) is state
+    assert (state.status, state.response, state.response_ids) == (Status.COMPLETED, "A", [65])
+    assert (state.logprobs, state.response_mask, state.response_model_steps) == ([-0.5], [1], [0])
+    assert set(controller.statistics().values()) == {0}
+
+
+async def test_a_request_that_fails_is_data_and_its_sibling_goes_on(system: ActorSystem) -> None:
+    controller = make_controller(system, fail_prompts=[9])
+    bad, good = fresh(prompt_ids=[9], rollout_id=1), fresh(rollout_id=2)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(controller.generate, bad)
+        tasks.start_soon(controller.generate, good)
+    assert bad.status is Status.FAILED
+    assert bad.error_msg == "sample 1 on rollout/0: scripted failure of prompt [9]"
+    assert good.status is Status.COMPLETED
+
+
+async def test_closed_gate_holds_requests_until_it_opens(system: ActorSystem) -> None:
+    controller = make_controller(system)
+    await controller.pause_generation()
+    state = fresh()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(controller.generate, state)
+        await anyio.wait_all_tasks_blocked()
+        assert state.status is Status.INIT
+        await controller.continue_generation()
+    assert state.status is Status.COMPLETED
+
+
+async def test_abort_ends_what_hangs(system: ActorSystem) -> None:
+    controller = make_controller(system, hang_prompts=[5])
+    state = fresh()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(controller.generate, state)
+        while not await controller.abort_all():
+            await anyio.lowlevel.checkpoint()
+    assert state.status is Status.ABORTED
+
+
+async def test_requests_go_to_the_least_loaded_replica(system: ActorSystem) -> None:
+    controller = make_controller(system, num_replicas=2, hang_prompts=[5])
+    async with anyio.create_task_group() as tasks:
+        for number in range(4):
+            tasks.start_soon(controller.generate, fresh(rollout_id=number))
+        await anyio.wait_all_tasks_blocked()
+        assert controller.statistics() == {"rollout/0": 2, "rollout/1": 2}
+        tasks.cancel_scope.cancel()
+    assert controller.statistics() == {"rollout/0": 0, "rollout/1": 0}
+
+
+async def test_weights_reach_every_replica_with_their_version(system: ActorSystem) -> None:
+    controller = make_controller(system, num_replicas=2)
+    sync = WeightSync(source=Trainer(), targets=controller.adapters, gate=controller)
+    await sync.sync(3)
+    assert sync.policy_version == 3
+    state = await controller.generate(fresh())
+    assert state.response_model_steps == [3]
+
+
+async def test_a_replica_with_other_weights_is_named_and_the_gate_opens_again(system: ActorSystem) -> None:
+    controller = make_controller(system)
+
+    class Liar:
+        name = "rollout/1"
+
+        async def update_weights(self, version: int, weights: dict[str, torch.Tensor]) -> str:
+            return weights_digest({**weights, "b": weights["b"] + 1})
+
+    sync = WeightSync(source=Trainer(), targets=[*controller.adapters, Liar()], gate=controller)
+    with pytest.raises(WeightSyncError, match=r"rollout/1 holds other weights .* version 1"):
+        await sync.sync(1)
+    assert sync.policy_version == -1
+    assert (await controller.generate(fresh())).status is Status.COMPLETED
+
+
+# --- manager
+
+
+def make_manager(controller: RolloutController, *, prompts: list[int], limit: int = 4) -> AgentLoopManager:
+    rows = [
+        Row(index=n, prompt=[{"role": "user", "content": str(p)}], ground_truth="A") for n, p in enumerate(prompts)
+    ]
+    config = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=4))
+    return AgentLoopManager(
+        agent_loop=config.build_local(controller, ByText()),
+        sampler=Sampler(
+            rows, encode=lambda messages: [int(messages[0]["content"])], group_size=2, shuffle=False, seed=0
+        ),
+        replay_buffer=ReplayBuffer(),
+        limits=ProduceLimits(max_failed_groups=limit),
+    )
+
+
+async def test_a_batch_is_generated_and_judged(system: ActorSystem) -> None:
+    manager = make_manager(make_controller(system, responses=[[65], [66]]), prompts=[1, 2, 3])
+    await manager.produce_batch(3, train_step=1)
+    groups, _ = await manager.replay_buffer.sample(1, "train", 3)
+    assert [group.uid for group in groups] == ["0", "1", "2"]
+    states = [state for group in groups for state in group.states]
+    assert all(state.reward == {"score": float(state.response == "A")} for state in states)
+    assert len({state.response for state in states}) == 2
+
+
+async def test_a_failed_group_is_replaced(system: ActorSystem) -> None:
+    manager = make_manager(make_controller(system, fail_prompts=[2]), prompts=[1, 2, 3])
+    await manager.produce_batch(2, train_step=1)
+    groups, metrics = await manager.replay_buffer.sample(1, "train", 2)
+    assert [group.states[0].prompt_ids for group in groups] == [[1], [3]]
+    assert metrics["buffer/failed_groups"] == 1.0
+
+
+async def test_failing_for_ever_ends_with_the_reason(system: ActorSystem) -> None:
+    manager = make_manager(make_controller(system, fail_prompts=[1]), prompts=[1], limit=3)
+    with pytest.raises(RunError, match=r"more than max_failed_groups=3.*scripted failure"), errors_as_themselves():
+        await manager.produce_batch(2, train_step=1)
+
+
+async def test_a_judger_that_breaks_ends_the_batch(system: ActorSystem) -> None:
+    class Broken(ByText):
+        async def judge(self, rollout_state: RolloutState) -> RolloutState:
+            raise KeyError("a bug in the judger")
+
+    manager = make_manager(make_controller(system), prompts=[1])
+    manager.agent_loop.judger = Broken()
+    with pytest.raises(KeyError, match="a bug in the judger"), errors_as_themselves():
+        await manager.produce_batch(2, train_step=1)
+
+
+async def test_evaluation_passes_the_buffer_by(system: ActorSystem) -> None:
+    manager = make_manager(make_controller(system), prompts=[1])
+    group = [fresh(rollout_id=n) for n in range(2)]
+    evaluate = partial(manager.evaluate, [group], sample_params=SampleParams(temperature=0.0, max_tokens=2))
+    (finished,) = await evaluate()
+    assert [state.status for state in finished] == [Status.COMPLETED] * 2
+    assert len(manager.replay_buffer) == 0

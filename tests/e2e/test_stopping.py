@@ -1,0 +1,178 @@
+"""A run that is interrupted, at any place and by any means: what is left is nothing, or a checkpoint to go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.build import run_settings, without_times
+from tests.conftest import children_of, describe
+from xrl_lite.trainer.checkpoint import complete_checkpoints
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+
+GONE_WITHIN_S = 5.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def write_config(folder: Path, model: Path, **changes: object) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(run_settings(folder, model, **changes)), encoding="utf-8")
+    return path
+
+
+def command(config: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "xrl_lite.cli", "train", str(config), *overrides]
+
+
+@contextmanager
+def running(config: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
+    """A run in a process of its own, ended with all below it at the latest when the block ends."""
+    process = subprocess.Popen(
+        command(config, *overrides), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process
+    finally:
+        below = children_of(process.pid)
+        for pid in {process.pid, *below}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        process.communicate()
+
+
+def wait_for_line(process: subprocess.Popen[str], start: str) -> list[str]:
+    """Read output up to a line that begins so; the test's time limit ends a wait in vain."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith(start):
+            return lines
+    raise AssertionError(f"no line begins with {start!r}:\n{''.join(lines)}")
+
+
+def assert_gone(pids: set[int]) -> None:
+    deadline = time.monotonic() + GONE_WITHIN_S
+    left = pids
+    while left and time.monotonic() < deadline:
+        left = {pid for pid in left if Path(f"/proc/{pid}").exists() and "Z" not in state_of(pid)}
+        time.sleep(0.02)
+    assert not left, [describe(pid) for pid in left]
+
+
+def state_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return "Z"
+
+
+def trained_steps(folder: Path) -> list[dict[str, object]]:
+    lines = (folder / "runs" / "test" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in without_times([json.loads(line) for line in lines]) if "loss" in record]
+
+
+def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 30, "evaluation": {}})
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    subprocess.run(command(config, f"output_dir={whole / 'runs'}"), cwd=ROOT, check=True, capture_output=True)
+
+    with running(config) as process:
+        wait_for_line(process, "step  2/")
+        below = children_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "checkpoint.resume=auto" in output
+    assert_gone(below)
+    assert len(complete_checkpoints(tmp_path / "runs" / "test" / "checkpoints")) == 1
+
+    subprocess.run(command(config, "checkpoint.resume=auto"), cwd=ROOT, check=True, capture_output=True)
+    assert trained_steps(tmp_path) == trained_steps(whole)
+
+
+def test_interrupted_twice_it_ends_at_once(tmp_path: Path, tiny_model_folder: Path) -> None:
+    rewards = tmp_path / "rewards.py"
+    config = write_config(tmp_path, tiny_model_folder, **{"evaluation": {}})
+    rewards.write_text(
+        "import time\ndef by_length(response, label, extra_info):\n    time.sleep(25)\n    return {'score': 1.0}\n"
+    )
+    with running(config, "task.judger_config.max_initial_failures=0") as process:
+        wait_for_line(process, "[")
+        wait_until_judging(process)
+        below = children_of(process.pid)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=10)
+    assert process.returncode in (130, -signal.SIGINT)
+    assert_gone(below)
+
+
+def wait_until_judging(process: subprocess.Popen[str]) -> None:
+    """Until engine, replica and judger are there: five processes with the two fork servers."""
+    deadline = time.monotonic() + 60
+    while len(children_of(process.pid)) < 5 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(children_of(process.pid)) >= 5
+
+
+def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, tiny_model_folder: Path) -> None:
+    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 1000, "evaluation": {}})
+    with running(config) as process:
+        wait_for_line(process, "step    1/")
+        below = children_of(process.pid)
+        assert len(below) >= 5, [describe(pid) for pid in below]
+        process.kill()
+        process.wait()
+        assert_gone(below)
+
+
+@pytest.mark.parametrize("victim", ["rollout/0", "engine/0"])
+def test_a_killed_actor_ends_the_run_with_its_name(victim: str, tmp_path: Path, tiny_model_folder: Path) -> None:
+    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 1000, "evaluation": {}})
+    with running(config) as process:
+        wait_for_line(process, "step    1/")
+        os.kill(pid_of(process, victim), signal.SIGKILL)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert victim in output
+    assert "SIGKILL" in output
+
+
+def pid_of(process: subprocess.Popen[str], actor: str) -> int:
+    """The child whose process title or log names the actor."""
+    log = f"{actor}.log"
+    for pid in children_of(process.pid):
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/1")
+            title = Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:
+            continue
+        if target.endswith(log) or title == actor:
+            return pid
+    raise AssertionError(f"no process of {actor} among {[describe(pid) for pid in children_of(process.pid)]}")
+
+
+def test_a_folder_in_use_is_refused_with_the_owner(tmp_path: Path, tiny_model_folder: Path) -> None:
+    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 1000, "evaluation": {}})
+    with running(config) as process:
+        wait_for_line(process, "[")
+        second = subprocess.run(command(config), cwd=ROOT, capture_output=True, text=True, check=False)
+        assert second.returncode == 1
+        assert f"in use by process {process.pid}" in second.stderr

@@ -1,0 +1,151 @@
+"""Restart budget, ledger, logs, machine, future."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xrl_lite.actors import CallFuture, RestartPolicy
+from xrl_lite.actors.ledger import Ledger
+from xrl_lite.actors.logs import ActorLog, safe_name
+from xrl_lite.actors.machine import private_bytes, usable_memory_bytes, usable_milli_cpus
+from xrl_lite.actors.payload import pack
+from xrl_lite.actors.restart import RestartBudget
+from xrl_lite.errors import ResourceError
+
+
+def test_restarts_pause_longer_and_longer_until_they_are_used_up() -> None:
+    budget = RestartBudget(RestartPolicy(max_restarts=4, window_s=60, backoff_s=1.0, max_backoff_s=3.0))
+    assert [budget.spend(now) for now in (0, 1, 2, 3, 4)] == [0.0, 1.0, 2.0, 3.0, None]
+    assert budget.spend(60.5) == 3.0  # the first crash is forgotten
+
+
+@given(st.lists(st.floats(0, 10), max_size=50), st.integers(0, 5))
+def test_no_window_holds_more_restarts_than_allowed(gaps: list[float], allowed: int) -> None:
+    budget = RestartBudget(RestartPolicy(max_restarts=allowed, window_s=5.0))
+    now, granted = 0.0, []
+    for gap in gaps:
+        now += gap
+        if budget.spend(now) is not None:
+            granted.append(now)
+    assert all(sum(time - 5.0 < other <= time for other in granted) <= allowed for time in granted)
+
+
+def test_a_policy_refuses_nonsense() -> None:
+    with pytest.raises(ValueError, match="max_restarts"):
+        RestartPolicy(max_restarts=-1)
+    with pytest.raises(ValueError, match="window_s"):
+        RestartPolicy(window_s=0)
+
+
+def test_fractions_of_cpus_add_up_exactly() -> None:
+    ledger = Ledger(capacity_milli_cpus=1000, capacity_memory_bytes=1 << 30)
+    for number in range(10):
+        ledger.claim(f"a{number}", num_cpus=0.1, memory_bytes=None)
+    with pytest.raises(ResourceError, match="are not free"):
+        ledger.claim("more", num_cpus=0.001, memory_bytes=None)
+    ledger.release("a3")
+    ledger.claim("more", num_cpus=0.1, memory_bytes=None)
+
+
+def test_memory_is_counted_only_where_it_is_asked_for() -> None:
+    ledger = Ledger(capacity_milli_cpus=10_000, capacity_memory_bytes=3 << 20)
+    ledger.claim("a", num_cpus=1, memory_bytes=2 << 20)
+    with pytest.raises(ResourceError, match=r"(?s)'b' asks for 1 CPUs and 2 MB.*a +1 +2\n.*free +9 +1\n"):
+        ledger.claim("b", num_cpus=1, memory_bytes=2 << 20)
+    ledger.claim("b", num_cpus=1, memory_bytes=None)
+
+
+def test_logs_keep_the_last_lines_of_this_incarnation(tmp_path: Path) -> None:
+    log = ActorLog(tmp_path, "judger/0")
+    os.write(log.fd, b"before\n")
+    log.begin()
+    os.write(log.fd, "".join(f"line {number}\n" for number in range(60)).encode())
+    assert log.tail().splitlines() == [f"line {number}" for number in range(10, 60)]
+    assert (tmp_path / "judger" / "0.log").exists()
+    log.close()
+
+
+def test_a_log_without_a_folder_has_no_name() -> None:
+    log = ActorLog(None, "x")
+    os.write(log.fd, b"words\n")
+    assert log.path is None
+    assert log.tail() == "words"
+    log.close()
+
+
+class FailsToUnpickle:
+    def __getstate__(self) -> int:
+        return 1
+
+    def __setstate__(self, state: int) -> None:
+        raise ValueError("broken")
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [("judger/0", "judger/0"), ("../../etc/passwd", "etc/passwd"), ("a b:c#2", "a_b:c#2"), ("..", "actor")],
+)
+def test_names_become_paths_that_stay_inside(name: str, path: str) -> None:
+    assert safe_name(name) == path
+
+
+def test_the_machine_is_what_this_process_may_use() -> None:
+    assert 1 <= usable_milli_cpus() <= len(os.sched_getaffinity(0)) * 1000
+    assert 1 << 20 < usable_memory_bytes() < 1 << 50
+    assert private_bytes(os.getpid()) > 1 << 20
+    assert private_bytes(1 << 30) == 0
+
+
+def test_a_future_ends_once() -> None:
+    future: CallFuture[int] = CallFuture("f()")
+    seen: list[bool] = []
+    future.add_done_callback(lambda done: seen.append(done.done()))
+    assert future.set_result(1)
+    assert not future.set_exception(ValueError())
+    assert not future.cancel()
+    future.add_done_callback(lambda done: seen.append(done.done()))
+    assert future.result() == 1
+    assert future.exception() is None
+    assert seen == [True, True]
+
+
+def test_waiting_in_a_thread_has_a_limit() -> None:
+    with pytest.raises(TimeoutError, match="goes on"):
+        CallFuture("f()").result(0.01)
+
+
+async def test_a_future_may_be_awaited_by_many_and_ended_from_a_thread() -> None:
+    future: CallFuture[int] = CallFuture("f()")
+    waiting = [asyncio.ensure_future(future) for _ in range(3)]
+    await asyncio.sleep(0)
+    threading.Thread(target=future.set_result, args=(7,)).start()
+    assert await asyncio.gather(*waiting) == [7, 7, 7]
+
+
+async def test_cancelling_the_waiter_cancels_the_future_and_tells_its_owner() -> None:
+    told: list[str] = []
+    future: CallFuture[int] = CallFuture("f()")
+    future.set_canceller(lambda: told.append("cancelled"))
+    task = asyncio.ensure_future(future)
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert future.cancelled()
+    assert told == ["cancelled"]
+
+
+async def test_a_result_that_does_not_unpickle_is_an_error_with_a_note() -> None:
+    future: CallFuture[int] = CallFuture("f()")
+    future.set_packed(pack(FailsToUnpickle(), name="value"))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken") as caught:
+            await future
+    assert "f()" in caught.value.__notes__[0]

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import os
+import socket
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from xrl_lite.actors.payload import Packed, pack, unpack
+from xrl_lite.actors.slots import MethodKind, SlotPage
+from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
+
+
+def read_all(reader: FrameReader, count: int) -> list[Frame]:
+    frames: list[Frame] = []
+    while len(frames) < count:
+        frames += reader.read()
+    return frames
+
+
+def exchange(payloads: list[Packed]) -> list[Frame]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        writer, reader = FrameWriter(ours), FrameReader(theirs)
+        frames: list[Frame] = []
+        for number, packed in enumerate(payloads):
+            writer.put(Kind.CALL, number, number % 7, packed)
+        while writer.pending:
+            try:
+                writer.flush()
+            except BlockingIOError:
+                frames += reader.read()
+        return frames + read_all(reader, len(payloads) - len(frames))
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 60_000), max_size=40))
+def test_frames_arrive_whole_and_in_order(sizes: list[int]) -> None:
+    frames = exchange([Packed(os.urandom(1) * size) for size in sizes])
+    assert [(frame.call_id, len(frame.packed.body)) for frame in frames] == list(enumerate(sizes))
+
+
+def test_descriptors_stay_with_their_frames() -> None:
+    sizes = [10, 100_000, 5, 5, 200_000, 300_000]
+    frames = exchange([pack(np.full(size, size), name="value") for size in sizes])
+    assert [int(unpack(frame.packed)[0]) for frame in frames] == sizes
+    assert [bool(frame.packed.segments) for frame in frames] == [False, True, False, False, True, True]
+
+
+def test_the_end_of_the_other_side_is_told() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    with theirs, pytest.raises(EOFError):
+        FrameReader(theirs).read()
+
+
+def test_more_shared_values_than_fit_are_refused() -> None:
+    ours, theirs = socket.socketpair()
+    segment = pack(b"x" * 100_000, name="value").segments[0]
+    with ours, theirs, pytest.raises(ValueError, match="at most 120"):
+        FrameWriter(ours).put(Kind.CALL, 0, 0, Packed(b"", (segment,) * 121))
+
+
+def test_nothing_waits_where_nothing_is() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(BlockingIOError):
+        FrameReader(theirs).read(socket.MSG_DONTWAIT)
+    assert EMPTY.size_bytes == 0
+
+
+def test_a_slot_tells_each_side_what_the_other_did() -> None:
+    ours = SlotPage.create(4)
+    theirs = SlotPage(os.dup(ours.fd), 4)
+    assert ours.started_ns(3) == 0
+    assert theirs.start(3, MethodKind.ASYNC)
+    assert ours.started_ns(3) > 0
+    assert ours.kind(3) is MethodKind.ASYNC
+    ours.cancel(3)
+    assert theirs.cancelled(3)
+    assert not theirs.cancelled(2)
+    ours.clear(3)
+    ours.cancel(3)
+    assert not theirs.start(3, MethodKind.SYNC)
+    assert ours.heartbeat_ns == 0
+    theirs.beat()
+    assert ours.heartbeat_ns > 0
+    ours.close()
+    theirs.close()

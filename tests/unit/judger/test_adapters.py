@@ -1,0 +1,203 @@
+"""Reward functions of other systems run unchanged."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.unit.judger.states import make_state
+from xrl_lite.data import Status
+from xrl_lite.errors import ConfigError
+from xrl_lite.judger import JudgerConfig, OpenRlhfReward, TrlReward, VerlReward
+
+RIGHT, WRONG = "6 x 12 is 72\n#### 72", "#### 71"
+
+
+def _gsm8k(text: str, gold: Any) -> float:
+    found = re.findall(r"#### (\d+)", text)
+    return float(bool(found) and found[-1] == str(gold))
+
+
+def xtuner(response: str, label: str, extra_info: dict[str, Any]) -> dict[str, Any]:
+    return {"score": _gsm8k(response, label)}
+
+
+def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    assert data_source == "openai/gsm8k"
+    assert extra_info["split"] == "train"
+    return _gsm8k(solution_str, ground_truth)
+
+
+async def verl_async(data_source: str, solution_str: str, ground_truth: str, **kwargs: Any) -> dict[str, Any]:
+    return {"score": verl(data_source, solution_str, ground_truth, kwargs["extra_info"]), "acc": True}
+
+
+def verl_batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[float]:
+    return [_gsm8k(text, gold) for text, gold in zip(solution_strs, ground_truths, strict=True)]
+
+
+def trl(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    assert kwargs["split"] == ["train"]
+    return [_gsm8k(text, gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def trl_without_kwargs(prompts: list[str], completions: list[str], solution: list[str]) -> list[float]:
+    assert prompts == ["How many?"]
+    return [_gsm8k(text, gold) for text, gold in zip(completions, solution, strict=True)]
+
+
+async def trl_chat(completions: list[list[dict[str, str]]], ground_truth: list[str], **kwargs: Any) -> list[float]:
+    return [_gsm8k(turns[0]["content"], gold) for turns, gold in zip(completions, ground_truth, strict=True)]
+
+
+class TrlObject:
+    async def __call__(self, prompts: Any, completions: list[str], completion_ids: Any, **columns: Any) -> list[float]:
+        assert completion_ids == [[5, 6]]
+        return [_gsm8k(text, gold) for text, gold in zip(completions, ["72"], strict=True)]
+
+
+class Tensor(list[float]):
+    """Stands for a tensor: only its `tolist` is used."""
+
+    def tolist(self) -> list[float]:
+        return list(self)
+
+
+def openrlhf(queries: list[str], prompts: list[str], labels: list[str], **kwargs: Any) -> dict[str, Any]:
+    scores = Tensor(
+        _gsm8k(query.removeprefix(prompt), label) for query, prompt, label in zip(queries, prompts, labels, strict=True)
+    )
+    return {"rewards": scores, "scores": scores, "extra_logs": {"length": Tensor([3.0])}}
+
+
+def areal(prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **data: Any) -> float:
+    assert (prompt_ids, completion_ids, data["split"]) == ([1, 2], [5, 6], "train")
+    return _gsm8k(completions, answer)
+
+
+FUNCTIONS: list[tuple[str, Any]] = [
+    ("xtuner", xtuner),
+    ("verl", verl),
+    ("verl", verl_async),
+    ("verl_batch", verl_batch),
+    ("trl", trl),
+    ("trl", trl_without_kwargs),
+    ("trl", TrlObject()),
+    ("trl_chat", trl_chat),
+    ("openrlhf", openrlhf),
+    ("areal", areal),
+]
+
+
+def sample(response: str) -> Any:
+    return make_state(
+        response,
+        data_source={"openai/gsm8k": 1.0},
+        extra_fields={"split": "train", "row": 3},
+        prompt_ids=[1, 2],
+        response_ids=[5, 6],
+    )
+
+
+@pytest.mark.parametrize(("signature", "function"), FUNCTIONS)
+async def test_every_signature_scores_alike(signature: str, function: Any) -> None:
+    judger = JudgerConfig(judger_name="x", reward_handler=function, signature=signature).build()
+    right, wrong = await judger.judge(sample(RIGHT)), await judger.judge(sample(WRONG))
+    assert right.reward is not None, right.error_msg
+    assert wrong.reward is not None, wrong.error_msg
+    assert (right.reward["score"], wrong.reward["score"]) == (1.0, 0.0)
+
+
+def test_an_adapter_object_is_a_handler() -> None:
+    config = JudgerConfig(judger_name="x", reward_handler=VerlReward(verl))
+    assert config.build_local().preprocess(sample(RIGHT)) == {
+        "response": RIGHT,
+        "label": "72",
+        "data_source": "openai/gsm8k",
+        "columns": {"split": "train"},
+    }
+
+
+async def test_reward_kwargs_win_over_what_the_sample_gives() -> None:
+    def bonus(solution_str: str, ground_truth: str, bonus: float) -> float:
+        return _gsm8k(solution_str, ground_truth) + bonus
+
+    config = JudgerConfig(
+        judger_name="x", reward_handler=bonus, signature="verl", reward_kwargs={"bonus": 0.5, "ground_truth": "71"}
+    )
+    state = await config.build().judge(sample(WRONG))
+    assert state.reward == {"score": 1.5, "acc": 1.5}
+
+
+@pytest.mark.parametrize("result", [[1.0, 0.0], []])
+async def test_a_wrong_number_of_rewards_is_an_error_that_names_the_function(result: Any) -> None:
+    def sloppy(completions: Any, **kwargs: Any) -> Any:
+        return result
+
+    state = await JudgerConfig(judger_name="x", reward_handler=sloppy, signature="trl").build().judge(sample(RIGHT))
+    assert state.status is Status.FAILED
+    assert f"sloppy returned {len(result)} values, expected 1" in str(state.error_msg)
+
+
+async def test_none_skips_the_sample() -> None:
+    config = JudgerConfig(judger_name="x", reward_handler=lambda completions, **_: [None], signature="trl")
+    state = await config.build().judge(sample(RIGHT))
+    assert (state.extra_fields["judgement"]["outcome"], state.reward) == ("skipped", None)
+
+
+async def test_several_trl_functions_are_summed_with_weights_and_none_is_left_out() -> None:
+    def right(completions: Any, **_: Any) -> list[float]:
+        return [1.0]
+
+    def unknown(completions: Any, **_: Any) -> list[None]:
+        return [None]
+
+    async def short(completions: Any, **_: Any) -> list[float]:
+        return [0.5]
+
+    reward = TrlReward([right, unknown, short], weights=[1.0, 5.0, 2.0])
+    state = await JudgerConfig(judger_name="x", reward_handler=reward).build().judge(sample(RIGHT))
+    assert state.reward == {"score": 2.0, "right": 1.0, "unknown": None, "short": 0.5}
+    with pytest.raises(ConfigError, match="one weight per reward function"):
+        TrlReward([right, short], weights=[1.0])
+
+
+async def test_a_missing_column_is_named_with_those_there_are() -> None:
+    def needy(completions: Any, splits: Any) -> list[float]:
+        return [1.0]
+
+    state = await JudgerConfig(judger_name="x", reward_handler=needy, signature="trl").build().judge(sample(RIGHT))
+    assert "needy needs the column 'splits'" in str(state.error_msg)
+    assert "Did you mean 'split'?" in str(state.error_msg)
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        pytest.param({"rewards": [0.3], "scores": [0.0]}, {"score": 0.3, "scores": 0.0}, id="R14"),
+        ({"rewards": [0.3], "scores": None}, {"score": 0.3, "scores": 0.3}),
+        ({"rewards": 0.0}, {"score": 0.0, "scores": 0.0}),
+        ([0.3], {"score": 0.3, "scores": 0.3}),
+    ],
+)
+async def test_a_score_of_zero_is_a_score(result: Any, expected: dict[str, float]) -> None:
+    reward = OpenRlhfReward(lambda queries, prompts, labels: result)
+    state = await JudgerConfig(judger_name="x", reward_handler=reward).build().judge(sample(RIGHT))
+    assert state.reward == expected
+
+
+@pytest.mark.parametrize(
+    ("signature", "function", "says"),
+    [
+        ("verl", xtuner, "needs the argument 'response'"),
+        ("xtuner", verl, "It looks like signature: verl"),
+        ("openrlhf", verl_batch, "It looks like signature: verl_batch"),
+        ("verl", lambda solution_strr: 1.0, "Did you mean 'solution_str'?"),
+    ],
+)
+def test_a_wrong_signature_is_refused_when_the_config_is_read(signature: str, function: Any, says: str) -> None:
+    with pytest.raises(ValueError, match="judger 'x'") as caught:
+        JudgerConfig(judger_name="x", reward_handler=function, signature=signature)
+    assert says in str(caught.value)

@@ -1,0 +1,133 @@
+"""Checkpoints are complete or not there."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from xrl_lite.errors import CheckpointError
+from xrl_lite.trainer.checkpoint import (
+    MARKER,
+    CheckpointStore,
+    complete_checkpoints,
+    find_checkpoint,
+    is_complete,
+    read_state,
+    require_complete,
+)
+
+
+async def write_engine(folder: Path, hf_folder: Path) -> None:
+    folder.mkdir()
+    (folder / "weights").write_bytes(b"w" * 4096)
+
+
+def make_store(folder: Path, keep: int = 2) -> CheckpointStore:
+    return CheckpointStore(folder / "checkpoints", keep=keep)
+
+
+async def save(folder: Path, step: int, keep: int = 2) -> Path:
+    return await make_store(folder, keep).save(step, {"global_step": step}, write_engine)
+
+
+async def test_a_saved_checkpoint_is_complete_and_found(tmp_path: Path) -> None:
+    path = await save(tmp_path, 3)
+    assert is_complete(path)
+    assert read_state(path) == {"global_step": 3}
+    assert find_checkpoint("auto", path.parent) == path
+    assert find_checkpoint("never", path.parent) is None
+    assert find_checkpoint(str(path), tmp_path) == path
+
+
+async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        await save(tmp_path, step)
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step_000002", "step_000003"]
+
+
+async def test_a_failed_save_leaves_the_old_one_and_nothing_aside(tmp_path: Path) -> None:
+    old = await save(tmp_path, 1)
+
+    async def fail(folder: Path, hf_folder: Path) -> None:
+        await write_engine(folder, hf_folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space left.*Older checkpoints are"):
+        await make_store(tmp_path).save(2, {}, fail)
+    assert list((tmp_path / "checkpoints").iterdir()) == [old]
+    assert is_complete(old)
+
+
+async def test_a_full_disk_while_writing_leaves_the_old_one(tmp_path: Path) -> None:
+    old = await save(tmp_path, 1)
+    with files_no_larger_than(1024), pytest.raises(CheckpointError, match="File too large"):
+        await save(tmp_path, 2)
+    assert complete_checkpoints(tmp_path / "checkpoints") == [old]
+    assert is_complete(await save(tmp_path, 2))
+
+
+@contextmanager
+def files_no_larger_than(size_bytes: int) -> Iterator[None]:
+    """Really make writes fail: beyond this size the kernel refuses them."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.mark.parametrize("damage", ["marker", "file", "size"])
+async def test_a_torn_checkpoint_is_never_used_and_is_named(
+    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, torn = await save(tmp_path, 1), await save(tmp_path, 2)
+    match damage:
+        case "marker":
+            (torn / MARKER).unlink()
+        case "file":
+            (torn / "engine" / "weights").unlink()
+        case _:
+            (torn / "engine" / "weights").write_bytes(b"w")
+    assert find_checkpoint("auto", good.parent) == good
+    assert "step_000002 is torn" in caplog.text
+    with pytest.raises(CheckpointError, match="Complete ones beside it: step_000001"):
+        require_complete(torn)
+
+
+async def test_auto_refuses_to_start_over_when_all_are_torn(tmp_path: Path) -> None:
+    torn = await save(tmp_path, 1)
+    (torn / MARKER).unlink()
+    with pytest.raises(CheckpointError, match=r"No checkpoint in .* is complete"):
+        find_checkpoint("auto", torn.parent)
+
+
+async def test_a_torn_one_is_written_anew(tmp_path: Path) -> None:
+    torn = await save(tmp_path, 1)
+    (torn / MARKER).unlink()
+    assert is_complete(await save(tmp_path, 1))
+
+
+async def test_left_overs_of_a_killed_save_are_swept(tmp_path: Path) -> None:
+    left = tmp_path / "checkpoints" / ".writing-step_000001"
+    left.mkdir(parents=True)
+    await save(tmp_path, 1)
+    assert not left.exists()
+
+
+async def test_the_marker_holds_the_size_of_every_file(tmp_path: Path) -> None:
+    path = await save(tmp_path, 1)
+    assert json.loads((path / MARKER).read_text()) == {"engine/weights": 4096, "state.json": 18}
+
+
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no such folder"):
+        find_checkpoint(str(tmp_path / "nowhere"), tmp_path)

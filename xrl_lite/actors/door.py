@@ -1,0 +1,326 @@
+"""How an actor is called from inside another one: a handle that travels carries a descriptor of the actor's door.
+
+::
+
+    process that holds a copy of the handle          driver
+    RemoteActor ── one connection, frames ────────── Visitor ── submit ──> the actor
+         └─ first call: "connect" + one end of a new socket pair, through the door
+
+The door is a socket on which every message is whole, so any number of processes may use the same one, and a process that
+dies in the middle of a frame harms only its own connection.
+
+Waiting:
+    a call waits for    the reply of the driver
+    and is woken by     a thread that reads the connection; its end fails all calls on it
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from xrl_lite.actors.actor import ActorSpec, Call, DeathCallback, unavailable_error
+from xrl_lite.actors.failure import describe, pack_failure, unpack_failure
+from xrl_lite.actors.future import CallFuture, wake_together
+from xrl_lite.actors.hub import Hub
+from xrl_lite.actors.payload import Packed, came_along, pack, send_along
+from xrl_lite.actors.restart import NEVER
+from xrl_lite.actors.segments import Segment
+from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
+from xrl_lite.errors import ActorError
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+_CONNECT = b"connect"
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """Goes ahead of a call that comes through the door."""
+
+    method: str
+    timeout_s: float | None
+    retries: int
+
+
+class Door:
+    """The driver's side of one actor's door. Made in any thread, lives in the hub's."""
+
+    def __init__(self, hub: Hub, name: str, submit: Callable[[Call], None], cancel: Callable[[Call], None]) -> None:
+        self._hub = hub
+        self._name = name
+        self._submit = submit
+        self._cancel = cancel
+        self._visitors: set[_Visitor] = set()
+        self._inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._inside.setblocking(False)
+        self.segment = Segment(outside.detach(), 0)
+        hub.post(hub.loop.add_reader, self._inside, self._let_in)
+
+    def close(self) -> None:
+        """Let nobody in any more, and end the connections."""
+        self._hub.loop.remove_reader(self._inside)
+        self._inside.close()
+        self.segment.close()
+        for visitor in list(self._visitors):
+            visitor.close()
+
+    def _let_in(self) -> None:
+        try:
+            _, fds, _, _ = socket.recv_fds(self._inside, 64, 1, socket.MSG_CMSG_CLOEXEC)
+        except BlockingIOError:
+            return
+        for fd in fds:
+            sock = socket.socket(fileno=fd)
+            self._visitors.add(
+                _Visitor(self._hub, sock, self._name, self._submit, self._cancel, self._visitors.discard)
+            )
+
+
+class _Visitor:
+    """One connection of one process to one actor (hub thread)."""
+
+    def __init__(
+        self,
+        hub: Hub,
+        sock: socket.socket,
+        name: str,
+        submit: Callable[[Call], None],
+        cancel: Callable[[Call], None],
+        on_end: Callable[[_Visitor], None],
+    ) -> None:
+        self._hub = hub
+        self._sock = sock
+        self._name = name
+        self._submit = submit
+        self._cancel = cancel
+        self._on_end = on_end
+        self._reader = FrameReader(sock)
+        self._writer = FrameWriter(sock)
+        self._calls: dict[int, CallFuture[Any]] = {}
+        self._options: dict[int, CallOptions] = {}
+        self._closed = False
+        hub.loop.add_reader(sock, self._receive)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._hub.loop.remove_reader(self._sock)
+        self._hub.loop.remove_writer(self._sock)
+        self._sock.close()
+        self._reader.close()
+        self._on_end(self)
+        for future in list(self._calls.values()):
+            future.cancel()  # nobody is left who waits for them
+        self._calls.clear()
+
+    def _receive(self) -> None:
+        try:
+            for frame in self._reader.read(socket.MSG_DONTWAIT):
+                self._take(frame)
+        except BlockingIOError:
+            return
+        except EOFError:
+            self.close()
+
+    def _take(self, frame: Frame) -> None:
+        if frame.kind is Kind.OPTIONS:
+            self._options[frame.call_id] = pickle.loads(frame.packed.body)
+        elif frame.kind is Kind.CALL:
+            self._call(frame)
+        elif frame.kind is Kind.CANCEL and (future := self._calls.get(frame.call_id)) is not None:
+            future.cancel()
+
+    def _call(self, frame: Frame) -> None:
+        options = self._options.pop(frame.call_id)
+        future: CallFuture[Any] = CallFuture(f"{options.method}() of actor {self._name!r}")
+        call = Call(options.method, frame.packed, future, options.timeout_s, options.retries)
+        future.set_canceller(functools.partial(self._cancel, call))
+        self._calls[frame.call_id] = future
+        self._submit(call)
+        future.add_done_callback(lambda done: self._hub.post(self._reply, frame.call_id, done))
+
+    def _reply(self, call_id: int, future: CallFuture[Any]) -> None:
+        if self._closed or self._calls.pop(call_id, None) is None:
+            return
+        if future.cancelled():
+            self._writer.put(Kind.CANCELLED, call_id, 0, EMPTY)
+        elif (error := future.exception()) is not None:
+            self._writer.put(Kind.ERROR, call_id, 0, pack_failure(describe(error)))
+        else:
+            self._writer.put(Kind.RESULT, call_id, 0, future.take_packed() or pack(None, name="result"))
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            self._writer.flush()
+        except BlockingIOError:
+            self._hub.loop.add_writer(self._sock, self._flush)
+            return
+        except OSError:
+            self.close()
+            return
+        self._hub.loop.remove_writer(self._sock)
+
+
+class RemoteActor:
+    """An actor of another process's system, as seen by whoever got its handle. Calls it; does not own it."""
+
+    def __init__(self, name: str, max_pending: int, door: Segment) -> None:
+        self._spec = _spec_of(name, max_pending)
+        self._door = door
+        self._lock = threading.Lock()
+        self._writer: FrameWriter | None = None
+        self._calls: dict[int, Call] = {}
+        self._ended = False
+
+    @property
+    def spec(self) -> ActorSpec:
+        return self._spec
+
+    @property
+    def pid(self) -> int | None:
+        return None
+
+    @property
+    def restarts(self) -> int:
+        return 0
+
+    @property
+    def pending(self) -> int:
+        return len(self._calls)
+
+    @property
+    def is_up(self) -> bool:
+        return not self._ended
+
+    @property
+    def is_down(self) -> bool:
+        return self._ended
+
+    def submit(self, call: Call) -> None:
+        options = CallOptions(call.method, call.timeout_s, call.retries_left)
+        with self._lock:
+            writer = self._connected()
+            if not self._ended:
+                self._calls[call.call_id] = call
+                try:
+                    writer.send(Kind.OPTIONS, call.call_id, 0, Packed(pickle.dumps(options)))
+                    writer.send(Kind.CALL, call.call_id, 0, call.packed)
+                except OSError:
+                    self._ended = True
+        if self._ended:
+            self._fail_all([call])
+
+    def cancel(self, call: Call) -> None:
+        with self._lock:
+            if self._writer is not None and not self._ended:
+                self._writer.send(Kind.CANCEL, call.call_id, 0, EMPTY)
+
+    def ready(self) -> CallFuture[None]:
+        """End at once: every call tells what the constructor raised."""
+        future: CallFuture[None] = CallFuture("ready()")
+        future.set_result(None)
+        return future
+
+    def stop(self, grace_s: float) -> CallFuture[None]:
+        raise self._not_ours("stop")
+
+    def kill(self) -> None:
+        raise self._not_ours("kill")
+
+    def on_death(self, callback: DeathCallback) -> None:
+        raise self._not_ours("watch")
+
+    def statistics(self) -> dict[str, Any]:
+        return {"name": self._spec.name, "pending": self.pending}
+
+    def reduce(self) -> tuple[Any, ...]:
+        return reduce_through(self._door, self._spec)
+
+    def _not_ours(self, verb: str) -> ActorError:
+        return ActorError(f"Only the process that spawned actor {self._spec.name!r} can {verb} it.")
+
+    def _connected(self) -> FrameWriter:
+        if self._writer is None:
+            ours, theirs = socket.socketpair()
+            self._writer = FrameWriter(ours)
+            with theirs, socket.socket(fileno=_duplicate(self._door)) as door:
+                try:
+                    socket.send_fds(door, [_CONNECT], [theirs.fileno()])
+                except OSError:
+                    self._ended = True
+            threading.Thread(target=self._read, args=(ours,), name=f"calls-{self._spec.name}", daemon=True).start()
+        return self._writer
+
+    def _read(self, sock: socket.socket) -> None:
+        reader = FrameReader(sock)
+        try:
+            while True:
+                with wake_together():
+                    for frame in reader.read():
+                        self._take(frame)
+        except EOFError:
+            with self._lock:
+                self._ended = True
+            self._fail_all(list(self._calls.values()))
+
+    def _take(self, frame: Frame) -> None:
+        call = self._calls.pop(frame.call_id, None)
+        if call is None:
+            return
+        if frame.kind is Kind.RESULT:
+            call.future.set_packed(frame.packed)
+        elif frame.kind is Kind.ERROR:
+            call.future.set_exception(unpack_failure(frame.packed).error(self._spec.name, call.method))
+        else:
+            call.future.cancel()
+
+    def _fail_all(self, calls: list[Call]) -> None:
+        for call in calls:
+            self._calls.pop(call.call_id, None)
+            call.future.set_exception(unavailable_error(self._spec, "its system is gone, or it was stopped"))
+
+
+def _duplicate(segment: Segment) -> int:
+    return os.dup(segment.fd)
+
+
+def reduce_through(door: Segment, spec: ActorSpec) -> tuple[Any, ...]:
+    """Say how an actor whose handle is being pickled is rebuilt elsewhere."""
+    return remote_actor, (spec.name, spec.max_pending, send_along(door))
+
+
+def remote_actor(name: str, max_pending: int, place: int) -> RemoteActor:
+    """Build the actor of a handle that arrived."""
+    return RemoteActor(name, max_pending, came_along(place))
+
+
+def _unknown_class() -> None:
+    """Stands for the class of an actor that lives elsewhere: its methods are not known here."""
+
+
+def _spec_of(name: str, max_pending: int) -> ActorSpec:
+    return ActorSpec(
+        name=name,
+        cls=_unknown_class,
+        construction=EMPTY,
+        num_cpus=0,
+        memory_bytes=None,
+        num_threads=1,
+        max_concurrency=1,
+        max_pending=max_pending,
+        restart=NEVER,
+        on_cancel="kill",
+        env={},
+        preload=(),
+        start_timeout_s=0,
+    )

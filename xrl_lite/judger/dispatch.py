@@ -1,0 +1,155 @@
+"""Sending payloads to workers: in turn, one by one while the work is long, many at a time while it is short.
+
+Sending one payload costs about as much as scoring a few hundred short answers. So whoever gets a place while others
+wait takes some of them along, as many as are expected to take a hundredth of a second together. Such a journey has a
+short limit of its own; when it fails in any way, everybody on board travels again, alone and with the full limit. So
+each judgement ends as it would have without company.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any, Protocol
+
+from xrl_lite.errors import ActorDiedError, ActorUnavailableError
+from xrl_lite.judger.outcome import no_worker_left
+from xrl_lite.judger.slots import Carried, Lead, Slots, Ticket
+from xrl_lite.judger.stopwatch import execution_starts, execution_took
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_TOGETHER = 64
+"""Most payloads in one journey."""
+
+_JOURNEY_S = 0.01
+_SHORTEST_LIMIT_S = 1.0
+_PATIENCE = 20
+_SMOOTHING = 0.2
+
+
+@dataclass(frozen=True)
+class Item:
+    """What came of one payload of a journey."""
+
+    value: Any
+    """The output, or the exception."""
+    is_output: bool
+    """Which of them it is."""
+    run_s: float
+    """Seconds it took in the worker."""
+
+    def unwrap(self) -> Any:
+        """Return the output or raise the exception."""
+        if self.is_output:
+            return self.value
+        raise self.value
+
+
+class Worker(Protocol):
+    """Where payloads can be sent."""
+
+    max_concurrency: int | None
+    """Calls under way at the same time; None for no limit."""
+
+    can_take_many: bool
+    """Whether `send_many` works."""
+
+    async def send(self, payload: Any, *, num_deaths: int = 0) -> Any:
+        """Score one payload, or a list that is one batch for the judger."""
+        ...
+
+    async def send_many(self, payloads: Sequence[Any], *, limit_s: float) -> list[Item]:
+        """Score several payloads one after the other, within `limit_s` together."""
+        ...
+
+
+class Dispatcher:
+    """Spreads payloads over workers.
+
+    Args:
+        judger: Name of the judger, for messages.
+        workers: At least one.
+    """
+
+    def __init__(self, judger: str, workers: Sequence[Worker]) -> None:
+        self._judger = judger
+        self._workers = list(workers)
+        self._slots = Slots([worker.max_concurrency for worker in workers])
+        self._expected_s: float | None = None
+
+    @property
+    def loads(self) -> list[int]:
+        """What is in flight at each worker."""
+        return self._slots.loads
+
+    async def run(self, payload: Any) -> Any:
+        """Return what a worker says about the payload. Waits for a place; cancelling frees it, and the worker.
+
+        Raises:
+            JudgerError: no worker is left.
+            Exception: what the worker raised.
+        """
+        while True:
+            place = await self._slots.acquire(None if isinstance(payload, list) else payload)
+            if isinstance(place, Carried):
+                return _unwrap(place.result)
+            execution_starts()
+            try:
+                return await self._use(place, payload)
+            except ActorUnavailableError as error:
+                logger.error("judger %r: worker %d is not used any more: %s", self._judger, place.index, error)  # noqa: TRY400 - the message holds the cause
+                self._slots.retire(place.index, no_worker_left(self._judger, error))
+            finally:
+                self._slots.release(place.index)
+
+    async def _use(self, place: Lead, payload: Any) -> Any:
+        worker = self._workers[place.index]
+        num_deaths = place.num_deaths
+        passengers = self._board(worker, place, payload)
+        if passengers:
+            item = await self._travel(worker, payload, passengers)
+            if isinstance(item, Item):
+                return _unwrap(item)
+            num_deaths += isinstance(item, ActorDiedError)
+        began = perf_counter()
+        output = await worker.send(payload, num_deaths=num_deaths)
+        self._learn(perf_counter() - began)
+        return output
+
+    def _board(self, worker: Worker, place: Lead, payload: Any) -> list[Ticket]:
+        if not (worker.can_take_many and self._slots.has_line and self._expected_s is not None):
+            return []
+        if place.travels_alone or isinstance(payload, list):
+            return []
+        return self._slots.board(min(MAX_TOGETHER, int(_JOURNEY_S / self._expected_s)) - 1)
+
+    async def _travel(self, worker: Worker, payload: Any, passengers: list[Ticket]) -> Item | Exception:
+        """Return what came of the leader's own payload, or why the journey failed."""
+        count = 1 + len(passengers)
+        limit_s = max(_SHORTEST_LIMIT_S, _PATIENCE * count * (self._expected_s or 0.0))
+        try:
+            items = await worker.send_many([payload, *(ticket.payload for ticket in passengers)], limit_s=limit_s)
+        except Exception as error:  # noqa: BLE001 - whatever it was, each payload finds out alone
+            logger.info("judger %r: %d payloads travel alone after %r", self._judger, count, error)
+            self._expected_s = None
+            self._slots.put_back(passengers, died=isinstance(error, ActorDiedError))
+            return error
+        except BaseException:
+            self._slots.put_back(passengers, died=False)
+            raise
+        for ticket, item in zip(passengers, items[1:], strict=True):
+            self._slots.carry(ticket, item)
+        self._learn(sum(item.run_s for item in items) / count)
+        return items[0]
+
+    def _learn(self, run_s: float) -> None:
+        known = self._expected_s
+        self._expected_s = max(run_s if known is None else known + _SMOOTHING * (run_s - known), 1e-6)
+
+
+def _unwrap(item: Item) -> Any:
+    execution_took(item.run_s)
+    return item.unwrap()
