@@ -55,6 +55,13 @@ def concurrent(system: ActorSystem) -> Iterator[ActorHandle]:
     handle.kill()
 
 
+async def until_cancelled(handle: ActorHandle) -> None:
+    """Wait until an async method of the actor was cancelled; each question is a round trip, so this does not spin."""
+    async with asyncio.timeout(LIMIT_S):
+        while await handle.count_cancelled.remote() == 0:
+            pass
+
+
 async def test_a_call_returns_what_the_method_returns(stateful: ActorHandle) -> None:
     assert await stateful.add.remote(3) == 3
     assert await stateful.add.remote(amount=4) == 7
@@ -225,9 +232,7 @@ async def test_time_limits_do_not_use_up_restarts(system: ActorSystem) -> None:
 async def test_an_async_call_over_its_limit_is_cancelled_in_the_actor(concurrent: ActorHandle) -> None:
     with pytest.raises(ActorTimeoutError):
         await concurrent.forever.options(timeout_s=0.1).remote()
-    async with asyncio.timeout(LIMIT_S):
-        while await concurrent.count_cancelled.remote() == 0:
-            await asyncio.sleep(0.01)
+    await until_cancelled(concurrent)
     assert concurrent.restarts == 0
 
 
@@ -240,9 +245,7 @@ async def test_cancelling_the_waiting_task_cancels_an_async_call(concurrent: Act
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    async with asyncio.timeout(LIMIT_S):
-        while await concurrent.count_cancelled.remote() == 0:
-            await asyncio.sleep(0.01)
+    await until_cancelled(concurrent)
     assert concurrent.restarts == 0
 
 
@@ -269,8 +272,8 @@ async def test_what_cannot_be_pickled_is_refused_with_its_path(stateful: ActorHa
 
     with pytest.raises(PayloadError, match=r"value\.extra_info\['tokenizer'\]\._lock"):
         stateful.echo.remote(Config())
-    with pytest.raises(PayloadError, match=r"args\[2\]|<variable lock>"):
-        lock = threading.Lock()
+    lock = threading.Lock()
+    with pytest.raises(PayloadError, match=r"function\.<variable lock> cannot be sent"):
         stateful.call.remote(lambda: lock)
 
 
@@ -316,7 +319,7 @@ async def test_a_shared_value_travels_any_number_of_times(stateful: ActorHandle,
 
 
 async def test_unknown_methods_are_refused_with_the_closest_name(stateful: ActorHandle) -> None:
-    with pytest.raises(AttributeError, match="no method 'ecko'. Did you mean 'echo'"):
+    with pytest.raises(AttributeError, match=r"no method 'ecko'\. Did you mean 'echo'"):
         stateful.ecko.remote(1)
     with pytest.raises(TypeError, match=r"handle.echo.remote"):
         stateful.echo(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, Literal
 
 import pytest
@@ -14,6 +14,7 @@ from xrl_lite.actors import ActorSystem, CPUResourceManager, CPUResourcesConfig,
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.errors import JudgerError
 from xrl_lite.judger import ComposedJudgerConfig, Judger, JudgerConfig, SkipSampleError, self_test
+from xrl_lite.judger.build import PRELOAD
 
 Place = Literal["thread", "loop", "worker", "pool", "composed", "composed pool", "inline worker", "inline pool"]
 PLACES: list[Place] = ["thread", "loop", "worker", "pool", "composed", "composed pool", "inline worker", "inline pool"]
@@ -33,12 +34,46 @@ def place(request: pytest.FixtureRequest) -> Place:
     return request.param
 
 
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ActorSystem]:
+    system = ActorSystem(num_cpus=4)
+    # the fork server belongs to the module, so it has to be there before the first test counts processes
+    first = system.spawn(dict, preload=PRELOAD)
+    first.ready().result(30.0)
+    first.stop().result(30.0)
+    yield system
+    system.shutdown_now()
+
+
 @pytest.fixture
-async def system(place: Place) -> AsyncIterator[ActorSystem]:
-    async with ActorSystem(num_cpus=4, backend="inline" if place.startswith("inline") else "process") as running:
-        set_cpu_resource_manager(CPUResourceManager(capacity=running))
-        yield running
+async def system(place: Place, processes: ActorSystem) -> AsyncIterator[ActorSystem]:
+    async with ActorSystem(num_cpus=4, backend="inline") as inline:
+        chosen = inline if place.startswith("inline") else processes
+        set_cpu_resource_manager(CPUResourceManager(capacity=chosen))
+        yield chosen
         set_cpu_resource_manager(None)
+
+
+class Doubling(Judger):
+    """A judger of one's own, with a payload and an output of its own."""
+
+    def preprocess(self, rollout_state: RolloutState) -> dict[str, Any]:
+        return {"half": rollout_state.extra_fields["half"]}
+
+    async def judge_payload(self, payload: Any) -> Any:
+        await asyncio.sleep(0)
+        if isinstance(payload, list):
+            return [{"whole": 2 * one["half"]} for one in payload]
+        return {"whole": 2 * payload["half"]}
+
+    def postprocess(self, rollout_state: RolloutState, output: Any) -> RolloutState:
+        rollout_state.reward = {"score": output["whole"]}
+        return rollout_state
+
+
+class DoublingConfig(JudgerConfig):
+    def build_local(self) -> Judger:
+        return Doubling(self.judger_name)
 
 
 class Places:
@@ -48,14 +83,14 @@ class Places:
         self._place, self._system = place, system
         self._built: list[Judger] = []
 
-    def build(self, **settings: Any) -> Judger:
+    def build(self, kind: type[JudgerConfig] = JudgerConfig, **settings: Any) -> Judger:
         if "worker" in self._place or "pool" in self._place:
             workers = 2 if "pool" in self._place else 1
             settings["cpu_resources"] = CPUResourcesConfig(num_workers=workers, num_cpus_per_worker=0.2)
         if self._place == "loop":
             settings["sync_in"] = "loop"
         settings = {"judger_name": "x", "reward_handler": reward, **settings}
-        config = JudgerConfig(**settings)
+        config = kind(**settings)
         wrapped = ComposedJudgerConfig(branches={SOURCE: config}) if "composed" in self._place else config
         self._built.append(wrapped.build(self._system))
         return self._built[-1]
@@ -111,6 +146,7 @@ async def test_the_contract_of_judging(places: Places) -> None:
     assert await self_test(judger, states[0]) is not None
 
 
+@pytest.mark.parametrize("place", ["loop", "pool", "composed", "inline worker"], indirect=True)
 async def test_policies_and_the_guard(places: Places) -> None:
     zero = places.build(judger_name="zero", on_error="zero")
     assert (await zero.judge(sample("raise"))).reward == {"score": 0.0}
@@ -123,7 +159,7 @@ async def test_policies_and_the_guard(places: Places) -> None:
         await guarded.judge(sample("raise"))
 
 
-@pytest.mark.parametrize("place", ["thread", "composed pool", "inline worker"], indirect=True)
+@pytest.mark.parametrize("place", ["thread", "inline pool"], indirect=True)
 async def test_reward_functions_of_every_system_score_alike(places: Places) -> None:
     for index, (signature, function) in enumerate(functions.FUNCTIONS):
         judger = places.build(judger_name=f"x{index}", reward_handler=function, signature=signature)
@@ -132,3 +168,14 @@ async def test_reward_functions_of_every_system_score_alike(places: Places) -> N
         scores = [state.reward["score"] if state.reward else state.error_msg for state in judged]
         assert scores == [1.0, 0.0], signature
         await judger.aclose()
+
+
+async def test_a_judger_of_ones_own_scores_singly_and_in_batches(places: Places) -> None:
+    judger = places.build(DoublingConfig)
+    states = [sample("x", extra_fields={"half": half}) for half in range(5)]
+    await asyncio.gather(*map(judger.judge, states))
+    assert [state.reward for state in states] == [{"score": 2 * half} for half in range(5)]
+    batch = [sample("x", extra_fields={"half": half}) for half in (3, 1, 2)]
+    judged = await judger.batch_judge(batch)
+    assert [state.reward for state in judged] == [{"score": 6}, {"score": 2}, {"score": 4}]
+    assert all(one is other for one, other in zip(batch, judged, strict=True))

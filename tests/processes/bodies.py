@@ -129,7 +129,7 @@ class Mixed:
         return "pong"
 
     async def block_the_loop(self) -> None:
-        time.sleep(60)
+        time.sleep(60)  # noqa: ASYNC251 the point of it
 
     async def end_hard(self, code: int) -> None:
         os._exit(code)

@@ -49,8 +49,12 @@ def mixed(system: ActorSystem) -> Iterator[ActorHandle]:
 async def until(condition: Any) -> None:
     """Wait until `condition` holds; it always does within the limit, or the test fails."""
     async with asyncio.timeout(LIMIT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 it is about files and processes, which tell nobody
             await asyncio.sleep(0.005)
+
+
+def exists(pid: int | None) -> bool:
+    return os.path.exists(f"/proc/{pid}")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ async def test_a_hang_ends_at_its_limit_and_the_child_is_replaced(victim: ActorH
         await victim.method_named(method).options(timeout_s=0.2).remote()
     after = await victim.process_id.remote()
     assert after != before
-    assert not os.path.exists(f"/proc/{before}")
+    assert not exists(before)
 
 
 async def test_the_limit_counts_from_when_a_call_begins(victim: ActorHandle) -> None:
@@ -283,15 +287,15 @@ async def test_stop_ends_by_force_what_does_not_end(system: ActorSystem, tmp_pat
     await handle.stop(0.1)
     with pytest.raises(ActorUnavailableError, match="stopped"):
         await call
-    assert not os.path.exists(f"/proc/{pid}")
+    assert not exists(pid)
 
 
 async def test_what_an_actor_started_ends_with_it(victim: ActorHandle) -> None:
     grandchildren = await victim.start_grandchildren.remote()
-    assert all(os.path.exists(f"/proc/{pid}") for pid in grandchildren)
+    assert all(map(exists, grandchildren))
     with pytest.raises(ActorDiedError):
         await victim.end_hard.remote(1)
-    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in grandchildren))
+    await until(lambda: not any(map(exists, grandchildren)))
 
 
 async def test_background_processes_of_a_living_actor_survive_the_death_of_another(system: ActorSystem) -> None:
@@ -300,10 +304,10 @@ async def test_background_processes_of_a_living_actor_survive_the_death_of_anoth
     with pytest.raises(ActorDiedError):
         await dies.end_hard.remote(1)
     assert await dies.ping.remote() == "pong"
-    assert all(os.path.exists(f"/proc/{pid}") for pid in grandchildren)
+    assert all(map(exists, grandchildren))
     await keeps.stop()
     await dies.stop()
-    await until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in grandchildren))
+    await until(lambda: not any(map(exists, grandchildren)))
 
 
 async def test_no_descriptor_is_left_after_any_ending(victim: ActorHandle) -> None:
@@ -367,3 +371,13 @@ async def test_a_death_is_noticed_although_the_loop_of_the_driver_is_blocked(vic
     assert call.done()
     with pytest.raises(ActorDiedError):
         await call
+
+
+async def test_a_log_that_cannot_be_written_is_an_error_and_no_hang(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    async with ActorSystem(num_cpus=2, log_dir=tmp_path / "file") as system:
+        handle = system.spawn(bodies.Victim)
+        with pytest.raises(ActorUnavailableError, match="cannot be started"):
+            await handle.ready()
+        with pytest.raises(ActorUnavailableError, match="cannot be started"):
+            await handle.ping.remote()

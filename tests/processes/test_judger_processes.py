@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +27,29 @@ from xrl_lite.judger import (
     RemoteJudger,
     self_test,
 )
+from xrl_lite.judger.build import PRELOAD
 
 pytestmark = pytest.mark.process
 
 MIB = 1 << 20
 
 
+@pytest.fixture(scope="module")
+def running() -> Iterator[ActorSystem]:
+    system = ActorSystem(num_cpus=4)
+    # the fork server belongs to the module, so it has to be there before the first test counts processes
+    first = system.spawn(dict, preload=PRELOAD)
+    first.ready().result(30.0)
+    first.stop().result(30.0)
+    yield system
+    system.shutdown_now()
+
+
 @pytest.fixture
-async def system() -> AsyncIterator[ActorSystem]:
-    async with ActorSystem(num_cpus=4) as running:
-        set_cpu_resource_manager(CPUResourceManager(capacity=running))
-        yield running
-        set_cpu_resource_manager(None)
+def system(running: ActorSystem) -> Iterator[ActorSystem]:
+    set_cpu_resource_manager(CPUResourceManager(capacity=running))
+    yield running
+    set_cpu_resource_manager(None)
 
 
 def config(handler: Any = bodies.wild, *, workers: int = 1, **settings: Any) -> JudgerConfig:

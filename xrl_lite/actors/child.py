@@ -21,6 +21,9 @@ from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.slots import SlotPage
 from xrl_lite.actors.wire import Frame, FrameReader, FrameWriter, Kind
 from xrl_lite.actors.zygote import ForkRequest
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
 
 _STATUS_WITHIN_S = 1.0
 _EXIT_WITHIN_S = 0.5
@@ -145,6 +148,10 @@ class Child:
         except EOFError:
             self._hub.loop.remove_reader(self._sock)
             self._later(_EXIT_WITHIN_S, lambda: self.kill("it closed its connection to the driver"))
+        except Exception:  # whatever it is, nobody may go on waiting for this child
+            logger.exception("internal error while reading from process %s", self.pid)
+            self._hub.loop.remove_reader(self._sock)
+            self.kill("the driver could not read what it sent")
 
     def _forked(self, pid: int, pidfd: int) -> None:
         self.pid = pid

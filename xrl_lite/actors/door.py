@@ -6,8 +6,8 @@
     RemoteActor ── one connection, frames ────────── Visitor ── submit ──> the actor
          └─ first call: "connect" + one end of a new socket pair, through the door
 
-The door is a socket on which every message is whole, so any number of processes may use the same one, and a process that
-dies in the middle of a frame harms only its own connection.
+The door is a socket on which every message is whole, so any number of processes may use the same one, and a process
+that dies in the middle of a frame harms only its own connection.
 
 Waiting:
     a call waits for    the reply of the driver
@@ -16,11 +16,13 @@ Waiting:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
 import socket
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -178,9 +180,7 @@ class RemoteActor:
         self._spec = _spec_of(name, max_pending)
         self._door = door
         self._lock = threading.Lock()
-        self._writer: FrameWriter | None = None
-        self._calls: dict[int, Call] = {}
-        self._ended = False
+        self._connection: _Connection | None = None
 
     @property
     def spec(self) -> ActorSpec:
@@ -196,34 +196,27 @@ class RemoteActor:
 
     @property
     def pending(self) -> int:
-        return len(self._calls)
+        return len(self._connection.calls) if self._connection is not None else 0
 
     @property
     def is_up(self) -> bool:
-        return not self._ended
+        return not self.is_down
 
     @property
     def is_down(self) -> bool:
-        return self._ended
+        return self._connection is not None and self._connection.ended
 
     def submit(self, call: Call) -> None:
-        options = CallOptions(call.method, call.timeout_s, call.retries_left)
         with self._lock:
-            writer = self._connected()
-            if not self._ended:
-                self._calls[call.call_id] = call
-                try:
-                    writer.send(Kind.OPTIONS, call.call_id, 0, Packed(pickle.dumps(options)))
-                    writer.send(Kind.CALL, call.call_id, 0, call.packed)
-                except OSError:
-                    self._ended = True
-        if self._ended:
-            self._fail_all([call])
+            if self._connection is None:
+                self._connection = _Connection(self._spec, self._door)
+                # the connection's thread refers to the connection only, so this runs when the last handle is gone
+                weakref.finalize(self, self._connection.hang_up)
+        self._connection.submit(call)
 
     def cancel(self, call: Call) -> None:
-        with self._lock:
-            if self._writer is not None and not self._ended:
-                self._writer.send(Kind.CANCEL, call.call_id, 0, EMPTY)
+        if self._connection is not None:
+            self._connection.cancel(call)
 
     def ready(self) -> CallFuture[None]:
         """End at once: every call tells what the constructor raised."""
@@ -249,32 +242,66 @@ class RemoteActor:
     def _not_ours(self, verb: str) -> ActorError:
         return ActorError(f"Only the process that spawned actor {self._spec.name!r} can {verb} it.")
 
-    def _connected(self) -> FrameWriter:
-        if self._writer is None:
-            ours, theirs = socket.socketpair()
-            self._writer = FrameWriter(ours)
-            with theirs, socket.socket(fileno=_duplicate(self._door)) as door:
-                try:
-                    socket.send_fds(door, [_CONNECT], [theirs.fileno()])
-                except OSError:
-                    self._ended = True
-            threading.Thread(target=self._read, args=(ours,), name=f"calls-{self._spec.name}", daemon=True).start()
-        return self._writer
 
-    def _read(self, sock: socket.socket) -> None:
-        reader = FrameReader(sock)
+class _Connection:
+    """A connection through the door, and the thread that reads it."""
+
+    def __init__(self, spec: ActorSpec, door: Segment) -> None:
+        self.calls: dict[int, Call] = {}
+        self.ended = False
+        self._spec = spec
+        self._lock = threading.Lock()
+        self._sock, theirs = socket.socketpair()
+        self._writer = FrameWriter(self._sock)
+        with theirs, socket.socket(fileno=os.dup(door.fd)) as entrance:
+            try:
+                socket.send_fds(entrance, [_CONNECT], [theirs.fileno()])
+            except OSError:  # the door was closed with its actor
+                self.ended = True
+        threading.Thread(target=self._read, name=f"calls-{spec.name}", daemon=True).start()
+
+    def submit(self, call: Call) -> None:
+        options = CallOptions(call.method, call.timeout_s, call.retries_left)
+        self.calls[call.call_id] = call
+        self._send(call, (Kind.OPTIONS, Packed(pickle.dumps(options))), (Kind.CALL, call.packed))
+        if self.ended:
+            self._fail_all()
+
+    def cancel(self, call: Call) -> None:
+        self._send(call, (Kind.CANCEL, EMPTY))
+
+    def hang_up(self) -> None:
+        """End the connection, and with it the thread."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _send(self, call: Call, *frames: tuple[Kind, Packed]) -> None:
+        with self._lock:
+            if self.ended:
+                return
+            try:
+                for kind, packed in frames:
+                    self._writer.send(kind, call.call_id, 0, packed)
+            except OSError:
+                self.ended = True
+
+    def _read(self) -> None:
+        reader = FrameReader(self._sock)
         try:
             while True:
+                frames = reader.read()
                 with wake_together():
-                    for frame in reader.read():
+                    for frame in frames:
                         self._take(frame)
         except EOFError:
             with self._lock:
-                self._ended = True
-            self._fail_all(list(self._calls.values()))
+                self.ended = True
+            self._sock.close()
+            reader.close()
+            self._fail_all()
 
     def _take(self, frame: Frame) -> None:
-        call = self._calls.pop(frame.call_id, None)
+        call = self.calls.pop(frame.call_id, None)
         if call is None:
             return
         if frame.kind is Kind.RESULT:
@@ -284,14 +311,10 @@ class RemoteActor:
         else:
             call.future.cancel()
 
-    def _fail_all(self, calls: list[Call]) -> None:
-        for call in calls:
-            self._calls.pop(call.call_id, None)
-            call.future.set_exception(unavailable_error(self._spec, "its system is gone, or it was stopped"))
-
-
-def _duplicate(segment: Segment) -> int:
-    return os.dup(segment.fd)
+    def _fail_all(self) -> None:
+        for call_id in list(self.calls):
+            if (call := self.calls.pop(call_id, None)) is not None:
+                call.future.set_exception(unavailable_error(self._spec, "it was stopped, or its system is gone"))
 
 
 def reduce_through(door: Segment, spec: ActorSpec) -> tuple[Any, ...]:

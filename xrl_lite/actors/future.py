@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from typing import Any, Generic, TypeVar, cast
 
@@ -193,7 +193,7 @@ _together = _Together()
 
 
 @contextmanager
-def wake_together() -> Iterator[None]:
+def wake_together() -> Generator[None, None, None]:
     """Wake the tasks of all futures that end inside with one system call for each loop.
 
     Every such call lets go of the interpreter lock, and the woken loop would take it for a single future.

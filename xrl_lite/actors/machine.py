@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 MILLI = 1000
@@ -10,6 +11,7 @@ MILLI = 1000
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _NO_LIMIT = 1 << 60
+_MANY_DESCRIPTORS = 65_536
 
 
 def milli_cpus(num_cpus: float) -> int:
@@ -33,6 +35,14 @@ def usable_memory_bytes() -> int:
             if limit.isdigit() and int(limit) < _NO_LIMIT:
                 limits.append(int(limit))
     return min(limits)
+
+
+def allow_many_descriptors() -> None:
+    """Raise this process's soft limit of open files: every large payload under way holds one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MANY_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def private_bytes(pid: int) -> int:

@@ -23,6 +23,9 @@ from xrl_lite.actors.segments import THRESHOLD_BYTES, Segment
 from xrl_lite.actors.tensors import DispatchTable, tensor_reducers
 from xrl_lite.errors import PayloadError
 
+MAX_SHARED = 100
+"""Shared values and handles in one message: the kernel carries about twice as many descriptors."""
+
 _PROTOCOL = 5
 _PLACE = struct.Struct("<QQ")
 _TABLE = struct.Struct("<QI")
@@ -135,6 +138,10 @@ def pack(
         _refuse(error, names() if names is not None else {name: value})
     finally:
         _travelling.collected = outer
+    if len(collected) > MAX_SHARED:
+        raise PayloadError(
+            f"A message may carry at most {MAX_SHARED} shared values, got {len(collected)}. Share them as one."
+        )
     if not buffers and len(data) <= THRESHOLD_BYTES:
         return Packed(data, tuple(collected))
     segment, places = Segment.write([memoryview(data), *buffers])

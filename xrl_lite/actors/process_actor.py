@@ -56,7 +56,7 @@ from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
 
-PREFETCH = 64
+PREFETCH = 512
 """Calls that are sent ahead of the running ones, so that a fast method never waits for the driver."""
 
 CONSTRUCTOR = "__init__"
@@ -189,7 +189,7 @@ class ProcessActor:
             "pid": self.pid,
             "restarts": self.restarts,
             "pending": self.pending,
-            "running": len(self._running),
+            "running": sum(call.method is not CONSTRUCTOR for call in list(self._running.values())),
             "last_death": self._last_death,
             **{f"num_{ending}": self._counts[ending] for ending in ENDINGS},
         }
@@ -216,6 +216,14 @@ class ProcessActor:
     def _start_child(self) -> None:
         if self._stopping or self._state is State.DOWN:
             return
+        try:
+            self._request_child()
+        except OSError as error:  # no descriptors left, a log that cannot be written, no fork server
+            why = f"its process cannot be started: {error}"
+            logger.exception("actor %s is down: its process cannot be started", self._spec.name)
+            self._go_down(lambda: unavailable_error(self._spec, why))
+
+    def _request_child(self) -> None:
         self._state = State.STARTING
         if self._log is None:
             self._log = ActorLog(self._log_dir, self._spec.name)
@@ -542,7 +550,7 @@ class ProcessActor:
     def _watch_heartbeat(self, child: Child) -> None:
         limit_s, beat_ns = self._heartbeat_timeout_s, child.page.heartbeat_ns
         silent_s = (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
-        # a sync method may hold the interpreter lock for long (a regular expression): that is work, or has its own limit
+        # a sync method may hold the interpreter lock for long (a regular expression): that is no blocked loop
         runs_sync = any(child.page.kind(call.slot) is MethodKind.SYNC for call in self._running.values())
         if silent_s > limit_s and not runs_sync:
             child.kill(f"its event loop has not turned for {silent_s:.0f} s, so an async method blocks it")

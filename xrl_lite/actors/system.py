@@ -31,7 +31,7 @@ from xrl_lite.actors.handle import ActorHandle, name_arguments
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.inline import InlineActor, InlineScheduler
 from xrl_lite.actors.ledger import Ledger
-from xrl_lite.actors.machine import MILLI, milli_cpus, usable_memory_bytes, usable_milli_cpus
+from xrl_lite.actors.machine import MILLI, allow_many_descriptors, milli_cpus, usable_memory_bytes, usable_milli_cpus
 from xrl_lite.actors.payload import pack
 from xrl_lite.actors.process_actor import ProcessActor
 from xrl_lite.actors.restart import NEVER, RestartPolicy
@@ -90,7 +90,7 @@ class ActorSystem:
         )
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._scheduler = InlineScheduler(seed, faults or FaultPlan())
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call kill_all while its own thread is in here
         self._hub: Hub | None = None
         self._servers: dict[tuple[str, ...], ForkServer] = {}
         self._actors: dict[str, Actor] = {}
@@ -260,6 +260,7 @@ class ActorSystem:
         if self.backend == "inline":
             return InlineActor(spec, self._scheduler, on_down=on_down)
         if self._hub is None:
+            allow_many_descriptors()
             self._hub = Hub("actor-hub")
         return ProcessActor(
             spec,

@@ -22,7 +22,6 @@ from xrl_lite.actors.segments import Segment
 _HEADER = struct.Struct("<IIHBB")  # length of the body, call, slot, kind, number of descriptors
 _OWN_SEGMENT = 0x80
 _BUFFER_BYTES = 256 * 1024
-_MAX_FDS = 120
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 250)
 _SEND_BYTES = 256 * 1024
 
@@ -64,10 +63,7 @@ EMPTY = Packed(b"")
 
 def encode(kind: Kind, call_id: int, slot: int, packed: Packed) -> tuple[bytes, list[int]]:
     """Return the bytes of a frame and the descriptors that go with them."""
-    count = len(packed.segments)
-    if count > _MAX_FDS:
-        raise ValueError(f"A message may carry at most {_MAX_FDS} shared values, got {count}. Put them into one.")
-    flags = count | (_OWN_SEGMENT if packed.own_segment else 0)
+    flags = len(packed.segments) | (_OWN_SEGMENT if packed.own_segment else 0)
     header = _HEADER.pack(len(packed.body), call_id, slot, kind, flags)
     return header + packed.body, [segment.fd for segment in packed.segments]
 

@@ -262,6 +262,7 @@ def become_actor(request: ForkRequest, socket_fd: int, page_fd: int, log_fd: int
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # background processes of this actor stay below it until it ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver
     _redirect_output(log_fd)
+    _volunteer_for_the_oom_killer()
     faulthandler.enable(file=2)
     faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
     os.environ.clear()
@@ -286,6 +287,12 @@ def _redirect_output(log_fd: int) -> None:
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def _volunteer_for_the_oom_killer() -> None:
+    # when memory runs out the kernel is to end an actor, which is replaced, and not the driver
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
 
 
 def _limit_threads(count: int) -> None:

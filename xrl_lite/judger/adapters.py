@@ -59,6 +59,7 @@ class RewardAdapter:
     def __init__(self, function: RewardHandler, *, reward_kwargs: Mapping[str, Any] | None = None) -> None:
         self.function = function
         self.reward_kwargs = dict(reward_kwargs or {})
+        self.parameters = Parameters(function)
 
     @property
     def __name__(self) -> str:
@@ -75,7 +76,7 @@ class RewardAdapter:
         Raises:
             ConfigError: a parameter gets no argument; names the signature that would fit, if there is one.
         """
-        parameters = Parameters(self.function)
+        parameters = self.parameters
         offered = {*self.offers, *self.reward_kwargs}
         missing = [name for name in parameters.required if name not in offered]
         if not missing or self.takes_columns:
@@ -90,7 +91,7 @@ class RewardAdapter:
 
     def __call__(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
         """Return the reward dict, or an awaitable of it for an async function."""
-        result = self.function(**self._chosen({**self.arguments(payload, extra_info), **self.reward_kwargs}))
+        result = self.function(**self.parameters.choose({**self.arguments(payload, extra_info), **self.reward_kwargs}))
         return self._read_later(result) if inspect.isawaitable(result) else self.read(result)
 
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,9 +101,6 @@ class RewardAdapter:
     def read(self, result: Any) -> Any:
         """Turn what the function returned into a reward dict."""
         return result
-
-    def _chosen(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return Parameters(self.function).choose(arguments)
 
     async def _read_later(self, result: Awaitable[Any]) -> Any:
         return self.read(await result)
@@ -126,9 +124,6 @@ class XtunerReward(RewardAdapter):
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
         added = {name: payload[name] for name in self.needs}
         return {"response": payload["response"], "label": payload["label"], "extra_info": {**extra_info, **added}}
-
-    def _chosen(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return arguments  # all three, always: part of the contract
 
 
 class VerlReward(RewardAdapter):
@@ -191,6 +186,7 @@ class TrlReward(RewardAdapter):
             raise ConfigError(f"give one weight per reward function, got {len(functions)} and {len(weights or ())}.")
         super().__init__(functions[0], reward_kwargs=reward_kwargs)
         self.functions = functions
+        self._parameters = [Parameters(each) for each in functions]
         self.weights = [1.0] * len(functions) if weights is None else list(weights)
 
     @property
@@ -201,7 +197,10 @@ class TrlReward(RewardAdapter):
     def __call__(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
         """Return the reward dict, or an awaitable of it."""
         offered = {**self.arguments(payload, extra_info), **self.reward_kwargs}
-        results = [function(**self._for(function, offered, payload)) for function in self.functions]
+        results = [
+            function(**self._arguments_of(function, parameters, offered, payload))
+            for function, parameters in zip(self.functions, self._parameters, strict=True)
+        ]
         if any(inspect.isawaitable(result) for result in results):
             return self._sum_later(results)
         return self._sum(results)
@@ -216,8 +215,9 @@ class TrlReward(RewardAdapter):
             "completion_ids": [payload["response_ids"]],
         }
 
-    def _for(self, function: RewardHandler, offered: dict[str, Any], payload: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = Parameters(function)
+    def _arguments_of(
+        self, function: RewardHandler, parameters: Parameters, offered: dict[str, Any], payload: Mapping[str, Any]
+    ) -> dict[str, Any]:
         label = {name: [payload["label"]] for name in LABEL_COLUMNS if name in parameters.names and name not in offered}
         chosen = parameters.choose({**offered, **label})
         for name in parameters.required:
@@ -287,7 +287,7 @@ class ArealReward(RewardAdapter):
     takes_columns = True
 
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
-        label = {name: payload["label"] for name in LABEL_COLUMNS if name in Parameters(self.function).names}
+        label = {name: payload["label"] for name in LABEL_COLUMNS if name in self.parameters.names}
         return {
             **label,
             **payload["columns"],

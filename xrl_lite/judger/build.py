@@ -26,7 +26,7 @@ _RESTART = RestartPolicy(max_restarts=300, window_s=60.0, backoff_s=0.0)
 """Samples that crash cost two restarts each, a batch may hold many of them, and waiting would not make them better; a
 worker that cannot even start uses this up in a moment."""
 
-_PRELOAD = ("xrl_lite.judger.remote",)
+PRELOAD = ("xrl_lite.judger",)
 """Imported once, so that a worker that was replaced is there again at once."""
 
 
@@ -53,6 +53,11 @@ def build_judger(config: JudgerConfigLike, system: ActorSystem | None = None) ->
     judger.policy = config.policy
     if config.cpu_resources is None:
         return judger
+    if not isinstance(cast("object", judger), Judger):
+        raise ConfigError(
+            f"judger {config.judger_name!r} sets cpu_resources, but {type(judger).__name__} inherits only BaseJudger: "
+            f"only payloads travel to workers. Inherit Judger, or leave cpu_resources out."
+        )
     return _build_remote(config, config.cpu_resources, judger, system)
 
 
@@ -61,16 +66,16 @@ def _build_composed(config: ComposedJudgerConfig, system: ActorSystem | None) ->
     try:
         for name, branch in config.branches.items():
             branches[name] = build_judger(branch, system=system)
+        return ComposedJudger(
+            branches,
+            merge_fn=config.merge_function(),
+            judger_name=config.judger_name,
+            policy=JudgementPolicy(on_error=config.on_error, max_initial_failures=config.max_initial_failures),
+        )
     except BaseException:
         for built in branches.values():  # a branch that does not fit must not leave the workers of the others behind
             built.close()
         raise
-    return ComposedJudger(
-        branches,
-        merge_fn=config.merge_function(),
-        judger_name=config.judger_name,
-        policy=JudgementPolicy(on_error=config.on_error, max_initial_failures=config.max_initial_failures),
-    )
 
 
 def _build_remote(
@@ -119,7 +124,7 @@ def _spawn(config: JudgerConfig, resources: CPUResourcesConfig, system: ActorSys
                 memory_bytes=resources.cpu_memory_per_worker,
                 max_concurrency=concurrency,
                 restart=_RESTART,
-                preload=_PRELOAD,
+                preload=PRELOAD,
             )
             handles.append(handle)
     except BaseException as error:

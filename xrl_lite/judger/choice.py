@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from pydantic import BaseModel, BeforeValidator, PlainSerializer, SerializationInfo
 
-from xrl_lite.errors import ConfigError, UnknownNameError
+from xrl_lite.errors import ConfigError, PluginError, UnknownNameError
 from xrl_lite.registry import Registry
 from xrl_lite.settings import validate_chosen
 
@@ -49,7 +49,10 @@ def _choose(given: Mapping[str, Any]) -> type[BaseModel]:
     name = given.get("type", "composed" if "branches" in given else DEFAULT_TYPE)
     if not isinstance(name, str):
         raise UnknownNameError(f"type must be the name of a judger, got {name!r}. Known: {', '.join(JUDGERS)}.")
-    kind = JUDGERS.resolve(name)
+    try:
+        kind = JUDGERS.resolve(name)
+    except PluginError as error:
+        raise ConfigError(str(error)) from error
     if not _is_judger_settings(kind):
         raise ConfigError(f"{name!r} is not a JudgerConfig or ComposedJudgerConfig.")
     return kind

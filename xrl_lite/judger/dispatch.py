@@ -1,7 +1,7 @@
 """Sending payloads to workers: in turn, one by one while the work is long, many at a time while it is short.
 
 Sending one payload costs about as much as scoring a few hundred short answers. So whoever gets a place while others
-wait takes some of them along, as many as are expected to take a hundredth of a second together. Such a journey has a
+wait takes some of them along, as many as are expected to take a fiftieth of a second together. Such a journey has a
 short limit of its own; when it fails in any way, everybody on board travels again, alone and with the full limit. So
 each judgement ends as it would have without company.
 """
@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 MAX_TOGETHER = 64
 """Most payloads in one journey."""
 
-_JOURNEY_S = 0.01
+_JOURNEY_S = 0.02
 _SHORTEST_LIMIT_S = 1.0
 _PATIENCE = 20
 _SMOOTHING = 0.2

@@ -50,6 +50,7 @@ class Ledger:
         match judgement.outcome:
             case Outcome.OK:
                 self._has_succeeded = True
+                self._first_failure = None
             case Outcome.SKIPPED:
                 pass
             case _:

@@ -101,6 +101,8 @@ class NativeJudger(Judger):
                 if isinstance(handler, RewardAdapter)
                 else ADAPTERS[signature](handler, reward_kwargs=reward_kwargs)
             )
+        self.is_async = self._reward is not None and is_async(self._reward)
+        """Whether the reward code is a coroutine function or a service."""
         self._sync_in: SyncIn = sync_in
         self._thread = SerialThread(f"judger {judger_name}")
         self._limiter: LoopLocal[anyio.Semaphore] = LoopLocal(partial(anyio.Semaphore, max_concurrency))
@@ -110,11 +112,6 @@ class NativeJudger(Judger):
     def request_timeout(self) -> float:
         """Longest run of one judgement, in seconds."""
         return self.policy.request_timeout
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the reward code is a coroutine function or a service."""
-        return self._reward is not None and is_async(self._reward)
 
     @property
     def code_file(self) -> str | None:

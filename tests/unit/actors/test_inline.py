@@ -87,4 +87,4 @@ def test_faults_are_for_the_inline_backend() -> None:
     with pytest.raises(ValueError, match="inline"):
         ActorSystem(faults=FaultPlan())
     with pytest.raises(ValueError, match="backend must be"):
-        ActorSystem(backend="inlin")  # pyright: ignore
+        ActorSystem(backend="inlin")  # pyright: ignore[reportArgumentType]

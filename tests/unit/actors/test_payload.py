@@ -172,7 +172,7 @@ def test_every_public_name_exists() -> None:
 
     assert all(getattr(actors, name) is not None for name in actors.__all__)
     with pytest.raises(AttributeError, match="nothing"):
-        _ = actors.nothing  # pyright: ignore
+        _ = actors.nothing  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_an_empty_payload_packs() -> None:

@@ -100,7 +100,7 @@ def test_a_pool_that_is_given_back_makes_room() -> None:
 
 
 def test_the_manager_of_the_process() -> None:
-    with pytest.raises(ValueError, match="judger:x sets cpu_resources, but CPUResourceManager is not initialized"):
+    with pytest.raises(ValueError, match="x sets cpu_resources, but CPUResourceManager is not init"):
         register_cpu_resources("judger:x", CPUResourcesConfig())
     manager = CPUResourceManager(capacity=Capacity())
     set_cpu_resource_manager(manager)

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xrl_lite.actors.payload import Packed, pack, unpack
+from xrl_lite.actors.payload import Packed, pack, share, unpack
 from xrl_lite.actors.slots import MethodKind, SlotPage
 from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
+from xrl_lite.errors import PayloadError
 
 
 def read_all(reader: FrameReader, count: int) -> list[Frame]:
@@ -57,10 +58,11 @@ def test_the_end_of_the_other_side_is_told() -> None:
 
 
 def test_more_shared_values_than_fit_are_refused() -> None:
-    ours, theirs = socket.socketpair()
-    segment = pack(b"x" * 100_000, name="value").segments[0]
-    with ours, theirs, pytest.raises(ValueError, match="at most 120"):
-        FrameWriter(ours).put(Kind.CALL, 0, 0, Packed(b"", (segment,) * 121))
+    shared = [share(b"x" * 100_000) for _ in range(101)]
+    with pytest.raises(PayloadError, match="at most 100"):
+        pack(shared, name="value")
+    frames = exchange([pack(shared[:100], name="value"), pack(shared[:100], name="value")])
+    assert all(unpack(frame.packed)[99].get() == b"x" * 100_000 for frame in frames)
 
 
 def test_nothing_waits_where_nothing_is() -> None:

@@ -10,12 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from tests.unit.judger.states import exact, make_state
-from xrl_lite.judger import AnyJudgerConfig, ExactMatchJudgerConfig, GSM8KJudgerConfig, JudgerConfig, NativeJudger
+from xrl_lite.judger import (
+    JUDGERS,
+    AnyJudgerConfig,
+    ExactMatchJudgerConfig,
+    GSM8KJudgerConfig,
+    JudgerConfig,
+    NativeJudger,
+)
 from xrl_lite.judger.handler import handler_name, is_async
-from xrl_lite.settings import Settings
+from xrl_lite.settings import Settings, explain
 
 
 async def async_exact(response: str, label: Any, extra_info: Any) -> dict[str, Any]:
@@ -45,6 +52,7 @@ HANDLERS: dict[str, Any] = {
     "async function": async_exact,
     "lambda": lambda response, label, extra_info: exact(response, label, extra_info),
     "lambda that returns a coroutine": lambda response, label, extra_info: async_exact(response, label, extra_info),
+    "function without extra_info": lambda response, label: exact(response, label, {}),
     "partial": functools.partial(with_bonus, 0.0),
     "partial of an async function": functools.partial(async_exact),
     "callable object": CallableObject(),
@@ -164,6 +172,11 @@ class Holder(Settings):
     """The judger."""
 
 
+class MyJudgerConfig(JudgerConfig):
+    judger_name: str = "mine"
+    bonus: float = 0.0
+
+
 class TestAnyJudgerConfig:
     def test_a_mapping_is_read_by_its_type(self) -> None:
         assert Holder.model_validate({"judger": {"type": "gsm8k"}}).judger == GSM8KJudgerConfig()
@@ -198,6 +211,24 @@ class TestAnyJudgerConfig:
         with pytest.raises(ValueError, match=r"Unknown judger 'gms8k'\. Did you mean 'gsm8k'"):
             Holder.model_validate({"judger": {"type": "gms8k"}})
 
+    @pytest.mark.parametrize("kind", ["tests.unit.judger.states:no_such", "tests.unit.judger.states:exact", 3])
+    def test_a_type_that_is_no_judger_is_refused(self, kind: Any) -> None:
+        with pytest.raises(ValueError, match=r"no_such|is not a JudgerConfig|must be the name"):
+            Holder.model_validate({"judger": {"type": kind}})
+
+    def test_errors_inside_say_where(self) -> None:
+        with pytest.raises(ValidationError) as caught:
+            Holder.model_validate({"judger": {"type": "gsm8k", "request_timout": 3}})
+        assert "judger.request_timout: unknown setting. Did you mean 'request_timeout'?" in str(
+            explain(caught.value, Holder)
+        )
+
+    def test_a_class_of_ones_own_is_named_by_its_path(self) -> None:
+        holder = Holder.model_validate({"judger": {"type": f"{__name__}:MyJudgerConfig", "bonus": 2.0}})
+        assert holder.judger == MyJudgerConfig(bonus=2.0)
+        assert holder.model_dump()["judger"]["type"] == f"{__name__}:MyJudgerConfig"
+        assert Holder.model_validate(holder.model_dump(mode="json")) == holder
+
     def test_what_is_no_judger_is_refused(self) -> None:
         with pytest.raises(ValueError, match="must be a judger"):
             TypeAdapter(AnyJudgerConfig).validate_python(3)
@@ -213,5 +244,5 @@ def test_bad_settings_are_refused(field: str, value: Any) -> None:
 
 
 def test_every_setting_is_described() -> None:
-    for config in (JudgerConfig, GSM8KJudgerConfig, ExactMatchJudgerConfig):
+    for config in map(JUDGERS.resolve, JUDGERS):
         assert [name for name, field in config.model_fields.items() if not field.description] == []

@@ -1,0 +1,87 @@
+"""The layer in programs of every form: ``-c``, a script without a main guard, the default system."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import asyncio
+from xrl_lite.actors import {imports}
+
+class OwnError(Exception):
+    pass
+
+class Scorer:
+    def score(self, text):
+        if not text:
+            raise OwnError("empty")
+        return helper(text)
+
+def helper(text):
+    return len(text)
+
+{body}
+"""
+
+WITH_SYSTEM = """
+async def main():
+    async with ActorSystem(num_cpus=2) as system:
+        scorer = system.spawn(Scorer)
+        print(await scorer.score.remote("four"))
+        try:
+            await scorer.score.remote("")
+        except OwnError as error:
+            print("caught", error)
+
+asyncio.run(main())
+"""
+
+WITH_DEFAULT = """
+init(num_cpus=2)
+scorer = default_system().spawn(Scorer)
+print(scorer.score.remote("four").result())
+try:
+    scorer.score.remote("").result()
+except OwnError as error:
+    print("caught", error)
+{end}
+"""
+
+LEFT_OPEN = WITH_DEFAULT.format(end="")
+SHUT_DOWN = WITH_DEFAULT.format(end="shutdown()")
+DEFAULT_NAMES = "default_system, init, shutdown"
+
+
+@pytest.mark.parametrize(
+    ("imports", "body"),
+    [("ActorSystem", WITH_SYSTEM), (DEFAULT_NAMES, LEFT_OPEN), (DEFAULT_NAMES, SHUT_DOWN)],
+    ids=["system", "default left open", "default shut down"],
+)
+@pytest.mark.parametrize("form", ["-c", "script"])
+def test_classes_of_main_work_without_ceremony(tmp_path: Path, imports: str, body: str, form: str) -> None:
+    program = PROGRAM.format(imports=imports, body=body)
+    if form == "script":
+        path = tmp_path / "program.py"
+        path.write_text(program)
+        arguments = [str(path)]
+    else:
+        arguments = ["-c", program]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+    assert result.stdout.splitlines() == ["4", "caught empty"], result.stderr
+    assert result.stderr == ""
+    assert result.returncode == 0
