@@ -73,26 +73,21 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _dry_run(config: RunConfig) -> int:
-    from xrl_lite.actors.machine import MILLI, usable_milli_cpus
-    from xrl_lite.config import dump_config
-    from xrl_lite.config.check import check_data, check_model, describe_model, planned_actors
+    from xrl_lite.config import check, dump_config
 
-    data = check_data(config)
-    check_model(config)
-    actors = list(planned_actors(config, data.judger_config))
-    available = config.num_cpus or usable_milli_cpus() / MILLI
+    data = check.check_data(config)
+    check.check_model(config)
+    actors = list(check.planned_actors(config, data.judger_config))
     table = Table("actor", "CPU slots", "threads", title="what the run would start", title_justify="left")
     for actor in actors:
         table.add_row(actor.name, f"{actor.num_cpus:g}", str(actor.num_threads or "all"))
-    asked = sum(actor.num_cpus for actor in actors)
     table.add_section()
-    table.add_row("together", f"{asked:g} of {available:g}", "")
+    table.add_row("together", f"{sum(actor.num_cpus for actor in actors):g} of {check.available_cpus(config):g}", "")
     console = Console(highlight=False, soft_wrap=True)
     console.print(Text(dump_config(config).rstrip()))
     console.print(table)
-    _say(f"{len(data.train)} rows to train on, {len(data.evaluation)} held out; {describe_model(config)}")
-    if asked > available:
-        raise ConfigError(f"The actors ask for {asked:g} CPU slots, the run has {available:g}. Ask for fewer.")
+    _say(f"{len(data.train)} rows to train on, {len(data.evaluation)} held out; {check.describe_model(config)}")
+    check.check_resources(config, data.judger_config)
     return EXIT_OK
 
 

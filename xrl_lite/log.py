@@ -1,8 +1,10 @@
-"""Logging: one logger tree under ``xrl_lite``, silent until somebody configures it."""
+"""Logging: one logger tree under ``xrl_lite``, silent until somebody sends it somewhere."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = "xrl_lite"
@@ -16,28 +18,20 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
-def add_file(path: Path, *, level: int = logging.INFO) -> logging.Handler:
-    """Write the log to a file as well, and return the handler so that it can be removed."""
+@contextmanager
+def logged_to(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
+    """Write the log to a file while inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")
-    return _add(handler, level)
-
-
-def add_handler(handler: logging.Handler, *, level: int = logging.INFO) -> logging.Handler:
-    """Send the log to `handler` as well, and return it so that it can be removed."""
-    return _add(handler, level)
-
-
-def remove_handler(handler: logging.Handler) -> None:
-    """Stop writing to a handler and close it."""
-    logging.getLogger(ROOT).removeHandler(handler)
-    handler.close()
-
-
-def _add(handler: logging.Handler, level: int) -> logging.Handler:
     handler.setLevel(level)
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger(ROOT)
+    before = root.level
     root.addHandler(handler)
-    root.setLevel(min(level, root.level or level))
-    return handler
+    root.setLevel(level)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        root.removeHandler(handler)
+        handler.close()

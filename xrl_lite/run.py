@@ -15,23 +15,23 @@ Everything that is not the driver is an actor of one `ActorSystem`, which ends t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 
-from xrl_lite import log
 from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
 from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits
 from xrl_lite.config import RunConfig, dump_config
-from xrl_lite.config.check import CheckedData, check_data, check_model
+from xrl_lite.config.check import CheckedData, check_data, check_model, check_resources
 from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder
 from xrl_lite.engine.controller import PRELOAD, TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.judger import Judger, build_judger, self_test
+from xrl_lite.log import logged_to
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import ReplayBuffer
 from xrl_lite.rollout.controller import RolloutController
@@ -62,11 +62,10 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
     reporter = reporter or ConsoleReporter()
     data = check_data(config)
     check_model(config)
-    folder = open_folder(config)
-    checkpoint = find_checkpoint(config.checkpoint.resume, folder.checkpoints)
-    driver_log = log.add_file(folder.logs / "driver.log")
+    check_resources(config, data.judger_config)
     summary = None
-    try:
+    with closing(open_folder(config)) as folder, logged_to(folder.logs / "driver.log"):
+        checkpoint = find_checkpoint(config.checkpoint.resume, folder.checkpoints)
         (folder.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
         reporter.note(f"run folder {folder.path}: {len(data.train)} rows to train on, {len(data.evaluation)} held out")
         async with actor_system(config, log_dir=folder.logs) as system:
@@ -78,10 +77,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
                 stop.cancel = None
                 summary = await trainer.fit(checkpoint)
         reporter.summary(list(folder.metrics()), folder.path)
-        return summary
-    finally:
-        log.remove_handler(driver_log)
-        folder.close()
+    return summary
 
 
 async def build_trainer(

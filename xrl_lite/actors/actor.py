@@ -16,6 +16,8 @@ from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableE
 OnCancel = Literal["kill", "interrupt"]
 DeathCallback = Callable[[ActorDiedError], None]
 
+_OUR_FRAME = "xrl_lite/actors/worker.py"
+
 _call_ids = itertools.count(1)
 
 
@@ -101,11 +103,14 @@ class CallCounts(Counter[str]):
 ENDINGS = ("ok", "raised", "timeout", "cancelled", "died", "unavailable", "retried")
 
 
-def timeout_error(spec: ActorSpec, call: Call) -> ActorTimeoutError:
-    """The error of a call that ran longer than its limit."""
+def timeout_error(spec: ActorSpec, call: Call, stack: str = "") -> ActorTimeoutError:
+    """The error of a call that ran longer than its limit. `stack` is what ``faulthandler`` wrote about it."""
+    frames = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
+    own = list(itertools.takewhile(lambda line: _OUR_FRAME not in line, frames))
+    doing = "\nIt was here (innermost first):\n" + "\n".join(f"  {line}" for line in own) if own else ""
     return ActorTimeoutError(
         f"{call.method}() of actor {spec.name!r} ran longer than its limit of {call.timeout_s:g} s and was ended. "
-        f"Raise timeout_s if the work is honest, or look at what it waits for."
+        f"Raise timeout_s if the work is honest, or look at what it waits for.{doing}"
     )
 
 

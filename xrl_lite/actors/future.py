@@ -20,7 +20,7 @@ class CallFuture(Generic[T]):
 
     Awaiting: waits for the actor. Is woken by the thread that watches the actor's process, which also ends the future
     when the process dies, the actor is stopped, or the time limit of the call is over. Cancelling the awaiting task
-    cancels the call.
+    cancels the call. For `asyncio.wait`, which takes tasks only, wrap it with `asyncio.ensure_future`.
     """
 
     __slots__ = ("_callbacks", "_cancel_call", "_cancelled", "_done", "_error", "_label", "_lock", "_packed", "_value")

@@ -66,6 +66,7 @@ _ASYNC_GRACE_S = 5.0
 _MEMORY_EVERY_S = 0.1
 _EXIT_WITHIN_S = 2.0
 _KILL_WITHIN_S = 5.0
+_DUMP_S = 0.02
 
 _tokens = itertools.count(1)
 
@@ -363,13 +364,25 @@ class ProcessActor:
         left_s = limit_s - (time.monotonic_ns() - started_ns) / 1e9 if started_ns else limit_s
         if left_s > 0:
             self._timers[call] = self._hub.loop.call_later(left_s, self._check_deadline, child, call)
-        elif call.method is CONSTRUCTOR:
-            self._constructor_failed(child, lambda: timeout_error(self._spec, call))
+        elif child.page.kind(call.slot) is MethodKind.SYNC and self._log is not None:
+            position = self._log.size_bytes
+            child.signal(DUMP_SIGNAL)  # the handler needs no interpreter, so it answers whatever the method does
+            self._timers[call] = self._hub.loop.call_later(_DUMP_S, self._expire, child, call, position)
         else:
-            self._counts["timeout"] += 1
-            if not call.future.set_exception(timeout_error(self._spec, call)):
-                self._counts["timeout"] -= 1
-            self._end_running(child, call, f"{call.method}() ran longer than {limit_s:g} s")
+            self._expire(child, call, None)
+
+    def _expire(self, child: Child, call: Call, dumped_at: int | None) -> None:
+        """End a call that is over its limit, telling what it was doing."""
+        if self._running.get(call.call_id) is not call:
+            return
+        stack = self._log.tail(since=dumped_at) if self._log is not None and dumped_at is not None else ""
+        if call.method is CONSTRUCTOR:
+            self._constructor_failed(child, lambda: timeout_error(self._spec, call, stack))
+            return
+        self._counts["timeout"] += 1
+        if not call.future.set_exception(timeout_error(self._spec, call, stack)):
+            self._counts["timeout"] -= 1
+        self._end_running(child, call, f"{call.method}() ran longer than {call.timeout_s:g} s")
 
     def _cancel(self, call: Call) -> None:
         self._counts["cancelled"] += 1

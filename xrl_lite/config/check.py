@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from xrl_lite.actors.machine import MILLI, usable_milli_cpus
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.data import Row, load_rows
 from xrl_lite.data.tokenizer import check_model_folder
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
+from xrl_lite.errors import ResourceError
 from xrl_lite.judger import AnyJudgerConfig, ComposedJudgerConfig, JudgerConfig
 from xrl_lite.judger.data_sources import check_routes, judger_for
+
+_ACTORS_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +87,29 @@ def planned_actors(config: RunConfig, judger_config: AnyJudgerConfig) -> Iterato
                 num_cpus=resources.num_cpus_per_worker,
                 num_threads=max(1, int(resources.num_cpus_per_worker)),
             )
+
+
+def available_cpus(config: RunConfig) -> float:
+    """CPU slots that the run may hand out."""
+    return config.num_cpus or usable_milli_cpus() / MILLI
+
+
+def check_resources(config: RunConfig, judger_config: AnyJudgerConfig) -> None:
+    """Check that the actors of the run fit on the machine together.
+
+    Raises:
+        ResourceError: they do not; lists what each asks for.
+    """
+    actors = list(planned_actors(config, judger_config))
+    asked, available = sum(actor.num_cpus for actor in actors), available_cpus(config)
+    if asked > available:
+        shown = [f"  {actor.name}  {actor.num_cpus:g}" for actor in actors[:_ACTORS_SHOWN]]
+        more = [f"  and {len(actors) - _ACTORS_SHOWN} more"] if len(actors) > _ACTORS_SHOWN else []
+        raise ResourceError(
+            f"The actors of the run ask for {asked:g} CPU slots, there are {available:g}:\n"
+            + "\n".join([*shown, *more])
+            + "\nLower num_workers or num_cpus_per_worker of the judger, num_replicas or num_cpus of the rollout."
+        )
 
 
 def _leaves(config: AnyJudgerConfig) -> Iterator[JudgerConfig]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Protocol, cast
 
 import anyio
 
+from xrl_lite.actors import ActorMethod
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ActorDiedError
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, within
@@ -26,14 +27,10 @@ MAX_ATTEMPTS = 2
 """A payload is sent once more when its worker died; a second death is its own doing."""
 
 
-class _RemoteMethod(Protocol):
-    def remote(self, payload: JudgerPayloadBatch, /) -> Awaitable[JudgerOutputBatch]: ...
-
-
 class RayJudgerProxy(Protocol):
     """What `RemoteJudger` needs of an actor handle: ``handle.judge_payload.remote(payload)`` gives an awaitable.
 
-    Where ``judge_payload`` has ``options(timeout_s=...)``, the limit is set there, and is then a hard one.
+    With a handle of ours the time limit is a hard one; with any other, waiting ends, but not the work.
     """
 
     @property
@@ -150,8 +147,8 @@ class RemoteJudger(Judger):
     async def _send_once(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         limit_s = self.policy.request_timeout
         method = self.actor.judge_payload
-        if hasattr(method, "options"):
-            return await cast("_RemoteMethod", method.options(timeout_s=limit_s)).remote(payload)
+        if isinstance(method, ActorMethod):
+            return await method.options(timeout_s=limit_s).remote(payload)
         return await within(limit_s, method.remote, payload)
 
 

@@ -95,7 +95,7 @@ def test_a_pool_that_is_given_back_makes_room() -> None:
     manager.register("judger", CPUResourcesConfig())
     manager.unregister("judger")
     manager.register("judger", CPUResourcesConfig())
-    with pytest.raises(KeyError, match="Unknown external CPU resource pool 'other'. Available pools"):
+    with pytest.raises(KeyError, match=r"Unknown external CPU resource pool 'other'\. Available pools"):
         manager.unregister("other")
 
 
