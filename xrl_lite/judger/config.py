@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias, cast
 
 from pydantic import (
     Field,
     SerializationInfo,
     SerializerFunctionWrapHandler,
+    WithJsonSchema,
     field_validator,
     model_serializer,
     model_validator,
@@ -36,6 +37,10 @@ from xrl_lite.settings import Settings
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
+
+
+CallableOrPath: TypeAlias = Annotated[Callable[..., Any] | str, WithJsonSchema({"type": "string"})]
+"""What YAML writes as a path, and Python may give as a callable."""
 
 
 class _DumpsWhatLoads(Settings):
@@ -69,7 +74,7 @@ class JudgerConfig(_DumpsWhatLoads):
     judger_name: str
     """Name in messages, metrics and worker logs."""
 
-    reward_handler: Callable[..., Any] | str | None = Field(default=None, exclude=True)
+    reward_handler: CallableOrPath | None = Field(default=None, exclude=True)
     """What scores: a callable (sync or async), "package.module:name", "file.py:name", or the URL of a service."""
 
     request_timeout: float = Field(default=30.0, gt=0)
@@ -207,7 +212,7 @@ class ComposedJudgerConfig(_DumpsWhatLoads):
     branches: dict[str, AnyJudgerConfig]
     """Judgers by the names that data sources use."""
 
-    merge_fn: Callable[..., Any] | str | None = Field(default=None, exclude=True)
+    merge_fn: CallableOrPath | None = Field(default=None, exclude=True)
     """Makes one reward of several, ``merge(state, {branch: output}) -> state``: a callable or a path. May be async."""
 
     weights: dict[str, float] | None = None

@@ -246,3 +246,4 @@ def test_bad_settings_are_refused(field: str, value: Any) -> None:
 def test_every_setting_is_described() -> None:
     for config in map(JUDGERS.resolve, JUDGERS):
         assert [name for name, field in config.model_fields.items() if not field.description] == []
+        assert set(config.model_json_schema()["properties"]) == set(config.model_fields)

@@ -18,7 +18,7 @@ from xrl_lite.judger import (
     MathJudgerConfig,
 )
 from xrl_lite.judger.math_answers import final_answer, last_boxed, same_answer
-from xrl_lite.judger.presets import math
+from xrl_lite.judger.presets import dapo_math, gsm8k, math
 from xrl_lite.judger.presets.dapo_math import overlong_penalty
 
 REMARK = "\n" + "And that is all there is to say about it. " * 9
@@ -179,8 +179,8 @@ def test_long_texts_take_no_long_time() -> None:
     for text in ("#### " + "$" * 20_000, "####" + " " * 20_000 + "x", r"\boxed{" * 5_000, "1," * 10_000, "*" * 20_000):
         final_answer(text)
         math.compute_reward(text, "1", {})
-        GSM8KJudgerConfig().reward_handler(text, "1", FLEXIBLE)
-        DAPO.reward_handler("Answer: " + text, "1", {})
+        gsm8k.compute_reward(text, "1", FLEXIBLE)
+        dapo_math.compute_reward("Answer: " + text, "1", {})
 
 
 class TestDapo:

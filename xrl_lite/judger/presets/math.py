@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import Field
 
-from xrl_lite.judger.config import JudgerConfig
+from xrl_lite.judger.config import CallableOrPath, JudgerConfig
 from xrl_lite.judger.math_answers import final_answer, same_answer
 
 
@@ -27,7 +27,7 @@ class MathJudgerConfig(JudgerConfig):
     judger_name: str = "math"
     """Name in messages and metrics."""
 
-    reward_handler: Any = Field(default=compute_reward, exclude=True)
+    reward_handler: CallableOrPath | None = Field(default_factory=lambda: compute_reward, exclude=True)
     """What scores."""
 
     def gold_response(self, label: Any) -> str | None:
