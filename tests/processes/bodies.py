@@ -18,6 +18,9 @@ class Victim:
     def ping(self) -> str:
         return "pong"
 
+    def echo(self, value: Any) -> Any:
+        return value
+
     def process_id(self) -> int:
         return os.getpid()
 

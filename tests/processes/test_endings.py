@@ -381,3 +381,10 @@ async def test_a_log_that_cannot_be_written_is_an_error_and_no_hang(tmp_path: Pa
             await handle.ready()
         with pytest.raises(ActorUnavailableError, match="cannot be started"):
             await handle.ping.remote()
+
+
+@pytest.mark.parametrize("size", [60_000, 200_000])
+async def test_many_large_messages_in_both_directions_at_once_block_nobody(victim: ActorHandle, size: int) -> None:
+    payloads = [bytes([number % 256]) * size for number in range(600)]
+    results = await asyncio.gather(*(victim.echo.remote(payload) for payload in payloads))
+    assert results == payloads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ class Tokenizer:
         Raises:
             ConfigError: there is none, or it has no chat template.
         """
-        from transformers import AutoTokenizer  # takes seconds
-
+        transformers: Any = import_module("transformers")  # takes seconds
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(model_path)  # pyright: ignore[reportUnknownMemberType]
+            tokenizer: Any = transformers.AutoTokenizer.from_pretrained(model_path)
         except (OSError, ValueError) as error:
             raise ConfigError(f"No tokenizer could be loaded from model.path {model_path!r}: {error}") from error
         if tokenizer.chat_template is None:

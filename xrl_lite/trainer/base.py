@@ -280,9 +280,9 @@ class RLTrainer(ABC):
         await self.on_validate_begin()
         started = time.perf_counter()
         metrics = await self.parts.evaluator.evaluate()
-        elapsed = {"time/evaluation": time.perf_counter() - started}
+        record = metrics | self._judger_metrics() | {"time/evaluation": time.perf_counter() - started}
         await self.on_validate_end()
-        self.parts.folder.write_metrics({"step": self.global_step, **metrics, **elapsed})
+        self.parts.folder.write_metrics({"step": self.global_step, **record})
         self.parts.reporter.evaluation(self.global_step, metrics)
 
     async def _save(self) -> None:

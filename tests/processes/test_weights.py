@@ -1,0 +1,51 @@
+"""The way of the weights: a dict of tensors out of one actor, through the driver, into others."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+
+from tests.processes import tensor_bodies as bodies
+from xrl_lite.actors import ActorSystem, SharedValue
+
+torch = pytest.importorskip("torch")
+
+
+def digest(weights: dict[str, Any]) -> float:
+    return float(sum(tensor.double().sum() for tensor in weights.values()))
+
+
+@pytest.mark.parametrize("num_parameters", [500_000, 20_000_000])
+async def test_weights_arrive_everywhere_and_leave_nothing_behind(system: ActorSystem, num_parameters: int) -> None:
+    trainer = system.spawn(bodies.Weights, num_parameters, 1)
+    replicas = [system.spawn(bodies.Weights, num_parameters, 2) for _ in range(2)]
+    expected = await trainer.digest.remote()
+    open_before = None
+    for round_number in range(3):
+        weights = await trainer.weights.remote()
+        assert digest(weights) == expected
+        await asyncio.gather(*(replica.load.remote(weights) for replica in replicas))
+        weights["p0"] += 1  # a private copy: nobody else sees it
+        assert [await replica.digest.remote() for replica in replicas] == [expected] * 2
+
+        shared: SharedValue = await trainer.shared_weights.remote()
+        await asyncio.gather(*(replica.load_shared.remote(shared) for replica in replicas))
+        assert [await replica.digest.remote() for replica in replicas] == [expected] * 2
+        del weights, shared
+
+        await trainer.step.remote()
+        expected = await trainer.digest.remote()
+        open_now = len(os.listdir("/proc/self/fd"))
+        assert open_before is None or open_now <= open_before, f"round {round_number}"
+        open_before = open_now
+    for handle in (trainer, *replicas):
+        await handle.stop()
+
+
+async def test_torch_uses_the_threads_that_the_actor_was_given(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Weights, 100, 1, num_cpus=0.5)
+    assert await handle.num_threads.remote() == 1
+    await handle.stop()
