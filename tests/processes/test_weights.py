@@ -14,14 +14,25 @@ from xrl_lite.actors import ActorSystem, SharedValue
 torch = pytest.importorskip("torch")
 
 
+PRELOAD = ("torch",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fork_server_with_torch(system: ActorSystem) -> None:
+    """Import torch once for all children, before the first test counts processes."""
+    first = system.spawn(bodies.Weights, 50, 1, preload=PRELOAD)
+    first.ready().result(60.0)
+    first.stop().result(60.0)
+
+
 def digest(weights: dict[str, Any]) -> float:
     return float(sum(tensor.double().sum() for tensor in weights.values()))
 
 
 @pytest.mark.parametrize("num_parameters", [500_000, 20_000_000])
 async def test_weights_arrive_everywhere_and_leave_nothing_behind(system: ActorSystem, num_parameters: int) -> None:
-    trainer = system.spawn(bodies.Weights, num_parameters, 1)
-    replicas = [system.spawn(bodies.Weights, num_parameters, 2) for _ in range(2)]
+    trainer = system.spawn(bodies.Weights, num_parameters, 1, preload=PRELOAD)
+    replicas = [system.spawn(bodies.Weights, num_parameters, 2, preload=PRELOAD) for _ in range(2)]
     expected = await trainer.digest.remote()
     open_before = None
     for round_number in range(3):
@@ -46,6 +57,6 @@ async def test_weights_arrive_everywhere_and_leave_nothing_behind(system: ActorS
 
 
 async def test_torch_uses_the_threads_that_the_actor_was_given(system: ActorSystem) -> None:
-    handle = system.spawn(bodies.Weights, 100, 1, num_cpus=0.5)
+    handle = system.spawn(bodies.Weights, 100, 1, num_cpus=0.5, preload=PRELOAD)
     assert await handle.num_threads.remote() == 1
     await handle.stop()
