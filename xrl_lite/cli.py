@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         _complain(error)
         return EXIT_USAGE
-    except XrlLiteError as error:
+    except (XrlLiteError, OSError) as error:
         _complain(error)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -65,9 +66,13 @@ def _train(options: argparse.Namespace) -> int:
     from xrl_lite import run
 
     summary = run.run_until_done(partial(run.train, config))
-    if summary is None or summary.stopped:
-        where = f" The checkpoint is {summary.checkpoint}." if summary and summary.checkpoint else ""
-        _say(f"Stopped.{where} Go on with: xrl-lite train {options.config} checkpoint.resume=auto")
+    if summary is None:
+        return EXIT_STOPPED
+    if summary.stopped:
+        changes = [change for change in options.overrides if not change.startswith(("name=", "checkpoint.resume="))]
+        again = shlex.join([str(options.config), *changes, f"name={summary.folder.name}", "checkpoint.resume=auto"])
+        _say(f"Stopped after step {summary.last_step}, saved in {summary.checkpoint}. Go on with:")
+        _say(f"  xrl-lite train {again}")
         return EXIT_STOPPED
     return EXIT_OK
 
@@ -181,11 +186,12 @@ class _SettingsHelp(argparse.HelpFormatter):
         return "\n".join(lines) + "\n"
 
 
-def _complain(error: XrlLiteError) -> None:
+def _complain(error: Exception) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text(f"{type(error).__name__}: {error}", style="red"))
-    for note in getattr(error, "__notes__", ()):
-        console.print(Text(note))
+    if not isinstance(error, ConfigError):  # for those the message is all there is to say
+        for note in getattr(error, "__notes__", ()):
+            console.print(Text(note))
 
 
 def _say(text: str) -> None:

@@ -18,6 +18,15 @@ def get_logger(name: str) -> logging.Logger:
     return logging.getLogger(name)
 
 
+def log_to_stderr(*, level: int = logging.INFO) -> None:
+    """Write the log to stderr from now on: what a child process does, whose stderr is its log file."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(_FORMAT))
+    root = logging.getLogger(ROOT)
+    root.addHandler(handler)
+    root.setLevel(level)
+
+
 @contextmanager
 def logged_to(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
     """Write the log to a file while inside."""

@@ -36,10 +36,17 @@ from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import ReplayBuffer
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer.base import RLTrainer, RunSummary, TrainerParts, TrainerSettings
-from xrl_lite.trainer.checkpoint import HUGGINGFACE, CheckpointCallback, CheckpointStore, find_checkpoint
+from xrl_lite.trainer.checkpoint import (
+    HUGGINGFACE,
+    STATE,
+    CheckpointCallback,
+    CheckpointStore,
+    find_checkpoint,
+    require_complete,
+)
 from xrl_lite.trainer.evaluation import Evaluator
 from xrl_lite.trainer.report import ConsoleReporter, Reporter
-from xrl_lite.trainer.run_folder import RunFolder
+from xrl_lite.trainer.run_folder import CHECKPOINTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
 from xrl_lite.trainer.sync import SyncTrainer
 from xrl_lite.weight_sync import WeightSync
@@ -53,7 +60,8 @@ T = TypeVar("T")
 async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSummary | None:
     """Train as the settings say, and return how it ended; None if it was stopped before the first step.
 
-    Ctrl-C (or SIGTERM) once ends after the step that is running, with a checkpoint; twice ends at once.
+    Ctrl-C (or SIGTERM) once ends after the step that is running, with a checkpoint, or at once where no step has begun;
+    twice ends at once.
 
     Raises:
         ConfigError: settings, rows or model cannot be used; nothing was started.
@@ -63,18 +71,27 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
     data = check_data(config)
     check_model(config)
     check_resources(config, data.judger_config)
+    callback = build_callback(config)
     summary = None
     with closing(open_folder(config)) as folder, logged_to(folder.logs / "driver.log"):
         checkpoint = find_checkpoint(config.checkpoint.resume, folder.checkpoints)
-        (folder.path / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        if checkpoint is None and folder.has_run:
+            reporter.note(f"the run in {folder.path} never came to a checkpoint: starting it over from step 1")
+            folder.start_over()
+        named = config.model_copy(update={"name": folder.path.name})
+        (folder.path / "config.yaml").write_text(dump_config(named), encoding="utf-8")
         reporter.note(f"run folder {folder.path}: {len(data.train)} rows to train on, {len(data.evaluation)} held out")
         async with actor_system(config, log_dir=folder.logs) as system:
             stop = StopRequest()
-            with stop_on_signals(stop, kill=system.kill_all, note=reporter.note), anyio.CancelScope() as starting:
-                stop.cancel = starting.cancel
+
+            def kill() -> None:
+                reporter.finish()
+                system.kill_all()
+
+            with stop_on_signals(stop, kill=kill, note=reporter.note), anyio.CancelScope() as starting:
+                stop.cancel = starting.cancel  # until the first step there is nothing to finish
                 model_path = await prepare_model(config, system, reporter)
-                trainer = await build_trainer(config, data, model_path, folder, system, reporter, stop)
-                stop.cancel = None
+                trainer = await build_trainer(config, data, model_path, folder, system, reporter, callback, stop)
                 summary = await trainer.fit(checkpoint)
         reporter.summary(list(folder.metrics()), folder.path)
     return summary
@@ -87,13 +104,14 @@ async def build_trainer(
     folder: RunFolder,
     system: ActorSystem,
     reporter: Reporter,
+    callback: CheckpointCallback,
     stop: StopRequest,
 ) -> RLTrainer:
     """Start the actors and connect the parts, as in the drawing above."""
     engine = TrainingController(
         system, config=config.engine, model_path=model_path, num_updates=config.num_updates, seed=config.seed
     )
-    tokenizer = Tokenizer.load(model_path)
+    tokenizer = load_tokenizer(config, model_path)
     rollout = RolloutController(
         system, config=config.rollout, model_path=model_path, decode=tokenizer.decode, seed=config.seed
     )
@@ -113,7 +131,7 @@ async def build_trainer(
         judger=judger,
         folder=folder,
         store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
-        callback=build_callback(config),
+        callback=callback,
         reporter=reporter,
     )
     settings = TrainerSettings(
@@ -138,12 +156,13 @@ async def evaluate(
     reporter = reporter or ConsoleReporter()
     data = check_data(config)
     check_model(config)
+    check_resources(config, data.judger_config)
     if not data.evaluation:
         raise ConfigError("There is nothing to evaluate on: evaluation.data is not set.")
     async with actor_system(config, log_dir=None) as system:
         given = model_of_checkpoint(checkpoint) if checkpoint else None
         model_path = given or await prepare_model(config, system, reporter)
-        tokenizer = Tokenizer.load(model_path)
+        tokenizer = load_tokenizer(config, model_path)
         rollout = RolloutController(
             system, config=config.rollout, model_path=model_path, decode=tokenizer.decode, seed=config.seed
         )
@@ -182,8 +201,10 @@ async def actor_system(config: RunConfig, *, log_dir: Path | None) -> AsyncItera
 
 
 def open_folder(config: RunConfig) -> RunFolder:
-    """Take the run's folder; a new one if the run starts anew."""
-    return RunFolder.unused(config.folder) if config.checkpoint.resume == "never" else RunFolder(config.folder)
+    """Take the run's folder; one that holds no run yet, unless the run there goes on."""
+    resume = config.checkpoint.resume
+    goes_on = resume == "auto" or Path(resume).resolve().parent == (config.folder / CHECKPOINTS).resolve()
+    return RunFolder(config.folder) if goes_on else RunFolder.unused(config.folder)
 
 
 async def prepare_model(config: RunConfig, system: ActorSystem, reporter: Reporter) -> str:
@@ -209,13 +230,22 @@ def model_of_checkpoint(checkpoint: Path) -> str:
 
     Raises:
         ConfigError: there is no model in it.
+        CheckpointError: the checkpoint is torn.
     """
-    inside = checkpoint / HUGGINGFACE
-    folder = inside if inside.is_dir() else checkpoint
-    if not folder.is_dir():
+    if not checkpoint.is_dir():
         raise ConfigError(f"There is no checkpoint folder {checkpoint}.")
-    check_model_folder(folder)
-    return str(folder)
+    if not (checkpoint / STATE).exists():
+        check_model_folder(checkpoint)
+        return str(checkpoint)
+    inside = require_complete(checkpoint) / HUGGINGFACE
+    if not inside.is_dir():
+        raise ConfigError(f"{checkpoint} holds no Hugging Face folder: it was made with checkpoint.export_hf=false.")
+    return str(inside)
+
+
+def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
+    """Load the model's tokenizer, or the one that the agent loop names."""
+    return Tokenizer.load(config.task.agent_loop_config.hf_checkpoint or model_path)
 
 
 def build_manager(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast, get_args
+from pathlib import Path
+from typing import Annotated, Any, cast, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from xrl_lite.errors import ConfigError, did_you_mean
 
 NESTED = "nested_settings"
 """Type of the pydantic error that carries the errors of a model chosen by name while validating."""
+
+
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+"""A path in which ``~`` is the home folder."""
 
 
 class Settings(BaseModel):
@@ -99,22 +104,23 @@ def _explain_one(detail: ErrorDetails, model: type[BaseModel], location: tuple[i
 
 
 def _is_branch_label(part: int | str) -> bool:
-    # pydantic names the member of a union or the validator in the location; no setting of ours has such a name
-    return isinstance(part, str) and (part[:1].isupper() or "[" in part or "-" in part)
+    # pydantic puts the member of a union or the validator into the location: "function-before[...]", "ModelConfig"
+    return isinstance(part, str) and (part.startswith("function-") or part.endswith(("]", "Config")))
 
 
 def _model_at(model: type[BaseModel], path: tuple[int | str, ...]) -> type[BaseModel] | None:
+    """The model whose fields stand at a path; keys of dicts and positions of lists are stepped over."""
     current: type[BaseModel] | None = model
     for part in path:
-        if isinstance(part, int):
-            continue
-        field = current.model_fields.get(part) if current else None
-        current = next(_models_in(field.annotation), None) if field else None
+        field = current.model_fields.get(str(part)) if current else None
+        if field is not None:
+            current = next(models_in(field.annotation), None)
     return current
 
 
-def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the settings classes that a field's type names."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for inner in get_args(annotation):
-        yield from _models_in(inner)
+        yield from models_in(inner)

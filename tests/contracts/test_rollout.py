@@ -15,7 +15,7 @@ from xrl_lite.actors import ActorSystem
 from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
 from xrl_lite.algorithms.digest import weights_digest
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
-from xrl_lite.errors import RunError, WeightSyncError, errors_as_themselves
+from xrl_lite.errors import RunError, WeightSyncError
 from xrl_lite.replay_buffer import ReplayBuffer
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
@@ -147,9 +147,7 @@ async def test_a_replica_with_other_weights_is_named_and_the_gate_opens_again(sy
 
 
 def make_manager(controller: RolloutController, *, prompts: list[int], limit: int = 4) -> AgentLoopManager:
-    rows = [
-        Row(index=n, prompt=[{"role": "user", "content": str(p)}], ground_truth="A") for n, p in enumerate(prompts)
-    ]
+    rows = [Row(index=n, prompt=[{"role": "user", "content": str(p)}], ground_truth="A") for n, p in enumerate(prompts)]
     config = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=4))
     return AgentLoopManager(
         agent_loop=config.build_local(controller, ByText()),
@@ -181,7 +179,7 @@ async def test_a_failed_group_is_replaced(system: ActorSystem) -> None:
 
 async def test_failing_for_ever_ends_with_the_reason(system: ActorSystem) -> None:
     manager = make_manager(make_controller(system, fail_prompts=[1]), prompts=[1], limit=3)
-    with pytest.raises(RunError, match=r"more than max_failed_groups=3.*scripted failure"), errors_as_themselves():
+    with pytest.raises(RunError, match=r"more than max_failed_groups=3.*scripted failure"):
         await manager.produce_batch(2, train_step=1)
 
 
@@ -192,7 +190,7 @@ async def test_a_judger_that_breaks_ends_the_batch(system: ActorSystem) -> None:
 
     manager = make_manager(make_controller(system), prompts=[1])
     manager.agent_loop.judger = Broken()
-    with pytest.raises(KeyError, match="a bug in the judger"), errors_as_themselves():
+    with pytest.raises(KeyError, match="a bug in the judger"):
         await manager.produce_batch(2, train_step=1)
 
 

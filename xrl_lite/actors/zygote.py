@@ -257,11 +257,13 @@ def become_actor(request: ForkRequest, socket_fd: int, page_fd: int, log_fd: int
     """Turn a freshly forked process into an actor."""
     from xrl_lite.actors.slots import SlotPage
     from xrl_lite.actors.worker import serve
+    from xrl_lite.log import log_to_stderr
 
     os.setpgid(0, 0)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # background processes of this actor stay below it until it ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver
     _redirect_output(log_fd)
+    log_to_stderr()
     _volunteer_for_the_oom_killer()
     faulthandler.enable(file=2)
     faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import anyio
 
-from xrl_lite.data import RolloutState, SampleParams
+from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.errors import RolloutError
 from xrl_lite.registry import Registry
 from xrl_lite.settings import Settings
 
@@ -90,7 +91,11 @@ class AgentLoop(ABC):
         finished: list[RolloutState] = list(rollout_states)
 
         async def run(index: int, state: RolloutState) -> None:
-            finished[index] = await self.generate_sample(state)
+            try:
+                finished[index] = await self.generate_sample(state)
+            except RolloutError as error:
+                state.status = Status.FAILED
+                state.error_msg = f"sample {state.rollout_id}: {error}"
 
         async with anyio.create_task_group() as attempts:
             for index, state in enumerate(rollout_states):

@@ -24,7 +24,7 @@ from pydantic import Field
 from xrl_lite.agent_loop.base import AGENT_LOOPS, AgentLoop, AgentLoopConfig
 from xrl_lite.agent_loop.single_turn import SingleTurnAgentLoopConfig
 from xrl_lite.data import RolloutState, Sampler, SamplerConfig
-from xrl_lite.errors import RunError
+from xrl_lite.errors import RunError, errors_as_themselves
 from xrl_lite.judger import AnyJudgerConfig
 from xrl_lite.log import get_logger
 from xrl_lite.replay_buffer import GroupStatus, ReplayBuffer
@@ -54,7 +54,9 @@ class TaskSpecConfig(Settings):
     agent_loop_config: AnyAgentLoopConfig = Field(default_factory=SingleTurnAgentLoopConfig)
     """How an attempt is made."""
 
-    judger_config: AnyJudgerConfig | None = None
+    judger_config: AnyJudgerConfig | None = Field(
+        default=None, json_schema_extra={"settings": "xrl_lite.judger:JudgerConfig"}
+    )
     """How an attempt is judged; by the data source of the rows when not given."""
 
 
@@ -95,9 +97,10 @@ class AgentLoopManager:
         while missing:
             groups = [self.sampler.sample() for _ in range(missing)]
             uids = [await self._admit(group, train_step) for group in groups]
-            async with anyio.create_task_group() as running:
-                for uid, group in zip(uids, groups, strict=True):
-                    running.start_soon(partial(self._run_group, uid, group), name=f"group-{uid}")
+            with errors_as_themselves():
+                async with anyio.create_task_group() as running:
+                    for uid, group in zip(uids, groups, strict=True):
+                        running.start_soon(partial(self._run_group, uid, group), name=f"group-{uid}")
             failed = [uid for uid in uids if self.replay_buffer.status(uid) is GroupStatus.FAILURE]
             failures += [self.replay_buffer.reason(uid) for uid in failed]
             missing = len(failed)
@@ -110,9 +113,10 @@ class AgentLoopManager:
         async def run(index: int, group: list[RolloutState]) -> None:
             finished[index] = await self.agent_loop.generate_group(group, **kwargs)
 
-        async with anyio.create_task_group() as running:
-            for index, group in enumerate(groups):
-                running.start_soon(run, index, group)
+        with errors_as_themselves():
+            async with anyio.create_task_group() as running:
+                for index, group in enumerate(groups):
+                    running.start_soon(run, index, group)
         return finished
 
     async def _admit(self, group: list[RolloutState], train_step: int) -> str:

@@ -42,7 +42,9 @@ class SingleTurnAgentLoop(AgentLoop):
     ) -> list[RolloutState]:
         group = await super().generate_group(rollout_states, sample_params=sample_params)
         if self.judger is not None and self.enable_batch_judge:
-            completed = [state for state in group if state.status is Status.COMPLETED]
-            if completed:
-                await self.judger.batch_judge(completed)
+            places = [place for place, state in enumerate(group) if state.status is Status.COMPLETED]
+            if places:
+                judged = await self.judger.batch_judge([group[place] for place in places])
+                for place, state in zip(places, judged, strict=True):
+                    group[place] = state
         return group

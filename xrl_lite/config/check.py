@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from xrl_lite.actors.machine import MILLI, usable_milli_cpus
+from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.data import Row, load_rows
 from xrl_lite.data.tokenizer import check_model_folder
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ResourceError
-from xrl_lite.judger import AnyJudgerConfig, ComposedJudgerConfig, JudgerConfig
+from xrl_lite.judger import AnyJudgerConfig
+from xrl_lite.judger.config import leaves
 from xrl_lite.judger.data_sources import check_routes, judger_for
 
 _ACTORS_SHOWN = 10
@@ -78,7 +79,7 @@ def planned_actors(config: RunConfig, judger_config: AnyJudgerConfig) -> Iterato
         yield PlannedActor(
             name=f"rollout/{number}", num_cpus=config.rollout.num_cpus, num_threads=config.rollout.num_threads
         )
-    for judger in _leaves(judger_config):
+    for judger in leaves(judger_config):
         resources = judger.cpu_resources
         for number in range(resources.num_workers if resources else 0):
             assert resources is not None, "there are workers"
@@ -101,7 +102,7 @@ def check_resources(config: RunConfig, judger_config: AnyJudgerConfig) -> None:
         ResourceError: they do not; lists what each asks for.
     """
     actors = list(planned_actors(config, judger_config))
-    asked, available = sum(actor.num_cpus for actor in actors), available_cpus(config)
+    asked, available = sum(milli_cpus(actor.num_cpus) for actor in actors) / MILLI, available_cpus(config)
     if asked > available:
         shown = [f"  {actor.name}  {actor.num_cpus:g}" for actor in actors[:_ACTORS_SHOWN]]
         more = [f"  and {len(actors) - _ACTORS_SHOWN} more"] if len(actors) > _ACTORS_SHOWN else []
@@ -110,11 +111,3 @@ def check_resources(config: RunConfig, judger_config: AnyJudgerConfig) -> None:
             + "\n".join([*shown, *more])
             + "\nLower num_workers or num_cpus_per_worker of the judger, num_replicas or num_cpus of the rollout."
         )
-
-
-def _leaves(config: AnyJudgerConfig) -> Iterator[JudgerConfig]:
-    if isinstance(config, ComposedJudgerConfig):
-        for branch in config.branches.values():
-            yield from _leaves(branch)
-    else:
-        yield config

@@ -9,6 +9,8 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from xrl_lite.registry import load_object
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -28,7 +30,9 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
     """Yield every setting below a model, depth first."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
-        inner = _model_of(field.annotation)
+        extra = field.json_schema_extra
+        named = extra.get("settings") if isinstance(extra, dict) else None
+        inner = load_object(str(named)) if named else _model_of(field.annotation)
         if inner is None:
             yield Setting(key, _kind(field.annotation), _default(field), " ".join((field.description or "").split()))
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from inspect import isabstract
 from pathlib import Path
 from typing import Any, cast
 
@@ -10,9 +11,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from xrl_lite.config.run_config import RunConfig
-from xrl_lite.errors import ConfigError, did_you_mean
+from xrl_lite.errors import ConfigError, PluginError, did_you_mean
 from xrl_lite.registry import load_object, load_plugins
-from xrl_lite.settings import explain
+from xrl_lite.settings import explain, models_in
 
 PYTHON_NAME = "config"
 """What a Python config file calls its `RunConfig`."""
@@ -48,7 +49,7 @@ def dump_config(config: RunConfig) -> str:
 def _load_yaml(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunConfig:
     try:
         raw = cast("object", yaml.safe_load(path.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, got {type(raw).__name__}.")
@@ -59,12 +60,20 @@ def _load_yaml(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunCon
 
 
 def _load_python(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunConfig:
-    config: object = load_object(f"{path}:{PYTHON_NAME}")
+    try:
+        config: object = load_object(f"{path}:{PYTHON_NAME}")
+    except PluginError as error:
+        if isinstance(error.__cause__, ValidationError):
+            raise explain(error.__cause__, RunConfig, where=str(path)) from error
+        raise ConfigError(str(error)) from error
     if not isinstance(config, RunConfig):
         raise ConfigError(f"{path}: {PYTHON_NAME} must be a RunConfig, got {type(config).__name__}.")
+    if not overrides:
+        return config
+    opened: Any = config
     for keys, value in overrides:
-        config = cast("RunConfig", _replace(config, keys, value, ".".join(keys)))
-    return config
+        opened = _replaced(opened, keys, value, ".".join(keys))
+    return _validate(opened, where=str(path))
 
 
 def _validate(settings: Mapping[str, Any], *, where: str) -> RunConfig:
@@ -95,19 +104,40 @@ def _set(settings: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     inner[keys[-1]] = value
 
 
-def _replace(model: BaseModel, keys: Sequence[str], value: Any, path: str) -> BaseModel:
-    """Return a copy of a settings object with one setting changed, validated again."""
+def _replaced(value: Any, keys: Sequence[str], new: Any, path: str) -> Any:
+    """Return a copy of settings in which one is changed, opened to mappings on the way there, so that everything is
+    validated together afterwards.
+    """
+    if not keys:
+        return new
     name, *rest = keys
-    fields = type(model).model_fields
-    if name not in fields:
-        known = ", ".join(sorted(fields))
-        raise ConfigError(f"{path}: unknown setting {name!r}.{did_you_mean(name, fields)} Known here: {known}.")
-    current = getattr(model, name)
-    if rest:
-        if not isinstance(current, BaseModel):
-            raise ConfigError(f"{path}: {name} holds the value {current!r}, it has no settings inside.")
-        value = _replace(current, rest, value, path)
-    try:
-        return type(model).model_validate({**{field: getattr(model, field) for field in fields}, name: value})
-    except ValidationError as error:
-        raise explain(error, type(model), where=path) from error
+    if isinstance(value, BaseModel):
+        _check_known(name, type(value).model_fields, path)
+        opened = {field: getattr(value, field) for field in type(value).model_fields}
+        # an object of a class that was chosen by name must be found again under that name
+        opened["type"] = f"{type(value).__module__}:{type(value).__qualname__}"
+        if isinstance(value, RunConfig) or type(value) in _fixed_classes():
+            del opened["type"]
+    elif value is None or isinstance(value, Mapping):
+        opened = dict(cast("Mapping[str, Any]", value or {}))
+    else:
+        raise ConfigError(f"{path}: the setting above {name} holds the value {value!r}, it has no settings inside.")
+    return {**opened, name: _replaced(opened.get(name), rest, new, path)}
+
+
+def _check_known(name: str, known: Mapping[str, Any], path: str) -> None:
+    if name not in known:
+        names = ", ".join(sorted(known))
+        raise ConfigError(f"{path}: unknown setting {name!r}.{did_you_mean(name, known)} Known here: {names}.")
+
+
+def _fixed_classes() -> set[type[BaseModel]]:
+    """Classes of settings that stand in the tree as themselves, not as one choice of several."""
+    found: set[type[BaseModel]] = set()
+    frontier: list[type[BaseModel]] = [RunConfig]
+    while frontier:
+        model = frontier.pop()
+        inner = [cls for field in model.model_fields.values() for cls in models_in(field.annotation)]
+        frontier += [cls for cls in inner if cls not in found and not isabstract(cls)]
+        found.update(cls for cls in inner if not isabstract(cls))
+    return found

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from xrl_lite.agent_loop import TaskSpecConfig
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
+from xrl_lite.engine.base import EngineRegistry
 from xrl_lite.engine.config import EngineConfig
 from xrl_lite.engine.tiny_model_config import TinyModelConfig
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.replica import RolloutReplicaRegistry
-from xrl_lite.settings import Settings
+from xrl_lite.settings import Settings, UserPath
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
 
 
 class ModelConfig(Settings):
     """Which model is trained. Give `path` or `build`."""
 
-    path: str | None = None
+    path: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
     """Hugging Face folder, or hub id such as "Qwen/Qwen3-0.6B"."""
 
     build: TinyModelConfig | None = None
     """Make a small model from nothing instead, once; later runs take it from the cache."""
 
-    cache_dir: Path = Path("~/.cache/xrl-lite/models")
+    cache_dir: UserPath = Field(default=Path("~/.cache/xrl-lite/models"), validate_default=True)
     """Where built models are kept, under a hash of their settings."""
 
     @model_validator(mode="after")
@@ -45,7 +47,7 @@ class RunConfig(Settings):
     seed: int = 0
     """Seed of everything that is random: order of the rows, sampling, initial state of the ranks."""
 
-    output_dir: Path = Path("runs")
+    output_dir: UserPath = Path("runs")
     """Runs are kept here, a folder each."""
 
     num_cpus: float | None = Field(default=None, gt=0)
@@ -99,6 +101,18 @@ class RunConfig(Settings):
                 f"trainer.groups_per_step ({groups}) must be a multiple of engine.num_mini_batches ({parts}), "
                 f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
             )
+        params = self.task.agent_loop_config.sample_params
+        if params.temperature == 0 or params.sampling_seed is not None:
+            raise ValueError(
+                "task.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at a prompt "
+                "are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
+            )
+        if self.rollout.dtype != self.engine.dtype:
+            raise ValueError(
+                f"rollout.dtype ({self.rollout.dtype}) must be engine.dtype ({self.engine.dtype}): the weights are "
+                f"handed over as they are."
+            )
         RolloutReplicaRegistry.check(self.rollout.engine)
+        EngineRegistry.check(self.engine.backend)
         ADVANTAGE_ESTIMATORS.check(self.trainer.advantage)
         return self

@@ -39,11 +39,11 @@ class SampleParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
-    n: int = 1
+    n: int = Field(default=1, ge=1)
     """Responses per request; groups are made by the sampler, so this stays 1."""
-    top_k: int = 0
-    """Sample among the k likeliest tokens; 0 means all."""
-    top_p: float = 1.0
+    top_k: int = Field(default=0, ge=-1)
+    """Sample among the k likeliest tokens; 0 and -1 mean all."""
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Sample among the likeliest tokens that hold this probability together."""
     temperature: float = Field(default=1.0, ge=0.0)
     """Divides the logits; 0 means greedy."""
@@ -53,7 +53,7 @@ class SampleParams(BaseModel):
     """Subtracted once from the logits of tokens already sampled."""
     frequency_penalty: float = 0.0
     """Subtracted per occurrence from the logits of tokens already sampled."""
-    min_tokens: int = 0
+    min_tokens: int = Field(default=0, ge=0)
     """No end of sequence before so many tokens; changes the distribution, so leave it 0 in training."""
     max_tokens: int = Field(default=2048, gt=0)
     """Longest response, in tokens."""

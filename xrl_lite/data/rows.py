@@ -23,7 +23,7 @@ from typing import Any, Literal, Self, cast
 from pydantic import Field, model_validator
 
 from xrl_lite.errors import ConfigError, DataError, did_you_mean
-from xrl_lite.settings import Settings
+from xrl_lite.settings import Settings, UserPath
 
 GROUND_TRUTH_COLUMNS = ("ground_truth", "solution", "answer", "label")
 GSM8K_SOURCE = "openai/gsm8k"
@@ -33,7 +33,7 @@ _FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 class DataConfig(Settings):
     """Where rows come from and how their columns are read. Give exactly one of `path`, `dataset` and `task`."""
 
-    path: Path | None = None
+    path: UserPath | None = None
     """File of rows: .jsonl, .json (a list) or .parquet."""
 
     dataset: str | None = None
@@ -66,7 +66,7 @@ class DataConfig(Settings):
     """System message put before prompts that have none."""
 
     question_suffix: str = ""
-    """Text put behind the last user message, for example how to write the answer."""
+    """Text put behind the last message, for example how to write the answer."""
 
     seed: int = 0
     """Seed of a synthetic task."""
@@ -101,7 +101,7 @@ class Row:
     data_source: str | dict[str, Any] | None = None
     """Routes answers to a judger branch."""
     agent_name: str | None = None
-    """Agent loop for this row; None takes the task's."""
+    """Agent loop that the row asks for; handed on in the state's extra_fields."""
     extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
     """Every other column, and what verl keeps in ``extra_info``."""
 
@@ -133,7 +133,14 @@ def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:
         source = GSM8K_SOURCE
     agent = raw.get(config.columns.get("agent_name", "agent_name"))
     extra = {name: value for name, value in raw.items() if name not in {prompt_column, used, "extra_info"}}
-    extra |= cast("Mapping[str, Any]", raw.get("extra_info") or {})
+    info: object = raw.get("extra_info") or {}
+    if not isinstance(info, Mapping):
+        raise DataError(f"{place}: extra_info must be a mapping, got {repr(info)[:100]}.")
+    extra |= cast("Mapping[str, Any]", info)
+    if agent is not None:
+        extra["agent_name"] = agent
+    if not isinstance(source, str | dict | None):
+        raise DataError(f"{place}: data_source must be a name or a mapping of names, got {source!r}.")
     return Row(
         index=index,
         prompt=_dress(prompt, config),
@@ -184,9 +191,11 @@ def _messages(prompt: Any, place: str, column: str) -> list[dict[str, Any]]:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping):
-        messages = [dict(cast("Mapping[str, Any]", message)) for message in cast("Iterable[Any]", prompt)]
-        if messages and all("role" in message and "content" in message for message in messages):
-            return messages
+        messages = list(cast("Iterable[object]", prompt))
+        if messages and all(
+            isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in messages
+        ):
+            return [dict(cast("Mapping[str, Any]", message)) for message in messages]
     given = str(cast("object", prompt))[:100]
     raise DataError(f"{place}: {column} must be a text or a list of messages with role and content, got {given}.")
 
@@ -230,14 +239,25 @@ def _read_file(path: Path) -> Iterator[Mapping[str, Any]]:
         near = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
         raise DataError(f"There is no file {path} (looked for {path.resolve()}).{did_you_mean(path.name, near)}")
     if path.suffix == ".parquet":
-        yield from _optional("pyarrow.parquet", f"reading {path}").read_table(path).to_pylist()
-    elif path.suffix == ".json":
-        yield from _json(path.read_text(encoding="utf-8"), f"{path}", list)
-    else:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _json(line, f"{path}, line {number}", dict)
+        parquet = _optional("pyarrow.parquet", f"reading {path}")
+        try:
+            yield from parquet.read_table(path).to_pylist()
+        except Exception as error:
+            raise DataError(f"{path} is not a parquet file that can be read: {error}") from error
+        return
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+    if path.suffix == ".json":
+        for index, row in enumerate(_json(text, f"{path}", list)):
+            if not isinstance(row, dict):
+                raise DataError(f"{path}, row {index}: expected a JSON object, got {repr(cast('object', row))[:60]}.")
+            yield cast("dict[str, Any]", row)
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            yield _json(line, f"{path}, line {number}", dict)
 
 
 def _json(text: str, place: str, kind: type) -> Any:

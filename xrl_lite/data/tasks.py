@@ -1,9 +1,9 @@
 """Small tasks with answers that can be checked, made from nothing: enough to see a policy learn on two CPU cores.
 
-A task is a function of its options that returns a `ProblemSet`: a numbered, finite set of problems, none of them made before
-it is asked for. `make_rows` draws rows from it, in the format of verl's data sets.
+A task is a function of its options that returns a `ProblemSet`: a numbered, finite set of problems, none of them made
+before it is asked for. `make_rows` draws rows from it, in the format of verl's data sets.
 
-Train and eval share no problem, whatever the seeds: which side a problem is on follows from a hash of its `key` alone.
+Train and eval share no problem, whatever the seeds: the side a problem is on follows from a hash of its `key` alone.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def sort_digits(*, num_digits: int = 4) -> ProblemSet:
     Two problems are one if they have the same digits in any order, so a held-out answer is never a training answer.
 
     Args:
-        num_digits: Digits to sort, 1 to 6; leading zeros occur.
+        num_digits: Digits to sort, 1 to 5; leading zeros occur.
     """
-    _check_range("sort_digits", "num_digits", num_digits, low=1, high=6)
+    _check_range("sort_digits", "num_digits", num_digits, low=1, high=5)
 
     def problem(number: int) -> Problem:
         digits = f"{number:0{num_digits}d}"
@@ -104,39 +104,32 @@ def make_rows(task: str, *, split: Split, num_rows: int, seed: int, options: Map
         options: Keyword arguments of the task.
 
     Returns:
-        Rows of verl's format: ``prompt`` (chat messages), ``data_source`` (the task), ``reward_model`` (``ground_truth`` is the
-        answer) and ``extra_info`` (``index`` in this list, ``split``).
+        Rows of verl's format: ``prompt`` (chat messages), ``data_source`` (the task), ``reward_model`` (the
+        ``ground_truth`` is the answer) and ``extra_info`` (``index`` in this list, ``split``).
 
     Raises:
         UnknownNameError: no such task.
         ConfigError: an option the task does not have, or a value it does not take.
         DataError: fewer problems exist than rows are asked for.
     """
-    problems = list(islice(_draw(_problem_set(task, options), task=task, split=split, seed=seed), num_rows))
-    if len(problems) < num_rows:
+    rows = list(islice(iterate_rows(task, split=split, seed=seed, options=options), num_rows))
+    if len(rows) < num_rows:
         raise DataError(
-            f"Task {task!r} with options {dict(options)} has {len(problems)} {split} problems, but num_rows={num_rows} were "
-            f"asked for. Ask for at most {len(problems)}, or choose options that allow more problems."
+            f"Task {task!r} with options {dict(options)} has {len(rows)} {split} problems, but num_rows={num_rows} "
+            f"were asked for. Ask for at most {len(rows)}, or choose options that allow more problems."
         )
-    return [
-        {
+    return rows
+
+
+def iterate_rows(task: str, *, split: Split, seed: int, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows that `make_rows` draws, as many as there are; arguments and errors as there."""
+    for index, problem in enumerate(_draw(_problem_set(task, options), task=task, split=split, seed=seed)):
+        yield {
             "prompt": [{"role": "user", "content": problem.prompt}],
             "data_source": task,
             "reward_model": {"style": "rule", "ground_truth": problem.answer},
             "extra_info": {"index": index, "split": split},
         }
-        for index, problem in enumerate(problems)
-    ]
-
-
-def count_rows(task: str, *, split: Split, options: Mapping[str, Any]) -> int:
-    """Return how many different rows `make_rows` can give.
-
-    Raises:
-        UnknownNameError: no such task.
-        ConfigError: an option the task does not have, or a value it does not take.
-    """
-    return sum(1 for _ in _draw(_problem_set(task, options), task=task, split=split, seed=0))
 
 
 def split_of(task: str, key: str) -> Split:
@@ -147,11 +140,14 @@ def split_of(task: str, key: str) -> Split:
 
 def _problem_set(task: str, options: Mapping[str, Any]) -> ProblemSet:
     make = TASKS.resolve(task)
-    known = list(inspect.signature(make).parameters)
+    parameters = inspect.signature(make).parameters
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    known = list(parameters)
     for name in options:
-        if name not in known:
+        if name not in known and not takes_any:
             raise ConfigError(
-                f"Task {task!r} has no option {name!r}.{did_you_mean(name, known)} Its options: {', '.join(known) or 'none'}."
+                f"Task {task!r} has no option {name!r}.{did_you_mean(name, known)} "
+                f"Its options: {', '.join(known) or 'none'}."
             )
     return make(**options)
 

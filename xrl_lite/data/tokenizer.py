@@ -53,6 +53,8 @@ def check_model_folder(folder: Path) -> None:
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path {folder} is not a Hugging Face model folder: it has no config.json.")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigError(f"model.path {folder} has no weights (*.safetensors or *.bin).")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ConfigError(
             f"model.path {folder} has no tokenizer (tokenizer.json, tokenizer.model or vocab.json). Save the model's "

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xrl_lite.errors import ConfigError
+from xrl_lite.errors import ConfigError, UnknownNameError, did_you_mean
 from xrl_lite.registry import load_object
 
 if TYPE_CHECKING:
@@ -149,6 +149,16 @@ class EngineRegistry:
             return engine
 
         return decorate
+
+    @classmethod
+    def check(cls, backend: str) -> None:
+        """Raise UnknownNameError where no device has such a backend, without importing one."""
+        known = {key[1] for key in cls._table}
+        if backend not in known:
+            raise UnknownNameError(
+                f"Unknown training engine {backend!r}.{did_you_mean(backend, known)} "
+                f"Known: {', '.join(sorted(known))}. Add one with EngineRegistry.register."
+            )
 
     @classmethod
     def get(cls, model_type: str, backend: str, device: str, vendor: str | None = None) -> type[BaseEngine]:

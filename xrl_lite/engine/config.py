@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from xrl_lite.settings import Settings
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Settings):
@@ -15,7 +17,7 @@ class OptimizerConfig(Settings):
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     """Decay of the running averages of the gradient and of its square."""
 
     weight_decay: float = Field(default=0.0, ge=0)

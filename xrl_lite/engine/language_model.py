@@ -50,9 +50,8 @@ class LanguageModelEngine(BaseEngine):
             weight_decay=optimizer.weight_decay,
             fused=True,
         )
-        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda update: learning_rate_factor(update, self._num_updates, optimizer)
-        )
+        self._update = 0
+        self._set_hyperparameters()
         self._head_is_linear = _head_is_linear(self._model)
 
     @contextmanager
@@ -95,12 +94,14 @@ class LanguageModelEngine(BaseEngine):
         return norm
 
     def lr_scheduler_step(self) -> float:
-        self._scheduler.step()
+        self._update += 1
+        self._set_hyperparameters()
         return self.learning_rate
 
     @property
     def learning_rate(self) -> float:
-        return self._scheduler.get_last_lr()[0]
+        config = self._config.optimizer
+        return config.learning_rate * learning_rate_factor(self._update, self._num_updates, config)
 
     def forward_backward_batch(
         self, batch: PackedBatch, loss_function: LossFunction | None, *, temperature: float = 1.0
@@ -142,20 +143,29 @@ class LanguageModelEngine(BaseEngine):
         set_state_dict(
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-        self._scheduler.load_state_dict(state["scheduler"])
+        self._update = int(state["update"])
+        self._set_hyperparameters()
         torch.set_rng_state(state["rng"])
 
     def save_hf(self, folder: Path) -> None:
-        self._model.save_pretrained(folder)
-        AutoTokenizer.from_pretrained(self._model_path).save_pretrained(folder)
+        try:
+            self._model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self._model_path).save_pretrained(folder)
+        except Exception as error:
+            raise CheckpointError(f"the model could not be written to {folder}: {error}") from error
+
+    def _set_hyperparameters(self) -> None:
+        """Give the optimizer what the settings and the schedule say now, whatever a checkpoint held."""
+        config = self._config.optimizer
+        for group in self._optimizer.param_groups:
+            group.update(lr=self.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        scheduler = {key: value for key, value in self._scheduler.state_dict().items() if key != "lr_lambdas"}
         return {
             "model": model,
             "optimizer": optimizer,
-            "scheduler": scheduler | {"lr_lambdas": [None]},
+            "update": torch.tensor(self._update),
             "rng": torch.get_rng_state(),
         }
 

@@ -2,7 +2,7 @@
 
 ::
 
-    settings -> random weights -> supervised steps on train rows -> p(right answer) >= target -> <cache_dir>/<content hash>
+    settings -> random weights -> supervised steps until p(right answer) >= target -> <cache_dir>/<content hash>
 
 The folder is an ordinary transformers folder: ``AutoModelForCausalLM`` and ``AutoTokenizer`` load it, and so does vLLM.
 """
@@ -15,7 +15,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -29,8 +31,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
-from xrl_lite.data.tasks import count_rows, make_rows
+from xrl_lite.data.tasks import iterate_rows
 from xrl_lite.engine.tiny_model_config import (
     FINISHED_MARKER,
     TinyModelConfig,
@@ -64,8 +67,8 @@ PROBE_FROM = 0.8
 def build_tiny_model(config: TinyModelConfig, cache_dir: Path, *, report: Callable[[str], None] = logger.info) -> Path:
     """Return the folder of a tiny model, building it first where the cache has none.
 
-    The same settings give the same weights, bit for bit, on one machine. The folder appears under its name only when it is
-    complete; a second process that wants it at the same time waits for the first.
+    The same settings give the same weights, bit for bit, on one machine. The folder appears under its name only when it
+    is complete; a second process that wants it at the same time waits for the first.
 
     Args:
         config: The model and its warm-up.
@@ -147,7 +150,7 @@ def warm_up(
     seed: int,
     report: Callable[[str], None] = logger.info,
 ) -> float:
-    """Train the model in place on a task's train rows until its sampled accuracy reaches the target; return that accuracy.
+    """Train the model in place on a task's train rows until its sampled accuracy, which it returns, is on target.
 
     Raises:
         ConfigError: the rows do not fit the model, or there are too few of them.
@@ -158,7 +161,7 @@ def warm_up(
     inputs, targets = inputs[config.num_probe_rows :], targets[config.num_probe_rows :]
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     batches = _endless_batches(len(inputs), config.batch_size, seed=seed)
-    accuracy = 0.0
+    batch_accuracy = 0.0
     model.train()
     for step in range(1, config.max_steps + 1):
         for group in optimizer.param_groups:
@@ -182,8 +185,9 @@ def warm_up(
             model.eval()
             return accuracy
     raise RunError(
-        f"The warm-up on task {config.task!r} reached a sampled accuracy of {accuracy:.3f} in {config.max_steps} steps, short of "
-        f"the target of {config.target_accuracy}. Raise warm_up.max_steps, make the model larger, or lower the target."
+        f"The warm-up on task {config.task!r} ended after {config.max_steps} steps with a sampled accuracy of "
+        f"{batch_accuracy:.3f} in the last batch, short of the target of {config.target_accuracy}. Raise max_steps, "
+        f"make the model larger, or lower the target."
     )
 
 
@@ -213,25 +217,25 @@ def sampled_accuracy(model: PreTrainedModel, inputs: Tensor, targets: Tensor) ->
 
 
 def encode_rows(
-    rows: list[dict[str, object]], tokenizer: PreTrainedTokenizerFast, *, max_length: int
+    rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerFast, *, max_length: int
 ) -> tuple[Tensor, Tensor]:
     """Turn rows into token ids and next-token targets, both [rows, tokens], padded on the right.
 
-    The ground truth is the response. Targets are -100 outside of it; its end of sequence is part of it. Since padding comes last
-    and attention is causal, no attention mask is needed.
+    The ground truth is the response. Targets are -100 outside of it; its end of sequence is part of it. Since padding
+    comes last and attention is causal, no attention mask is needed.
 
     Raises:
         ConfigError: a row is longer than the model can read.
     """
     prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
-    answers = [f"{row['reward_model']['ground_truth']}{tokenizer.eos_token}" for row in rows]  # pyright: ignore
+    answers = [f"{row['reward_model']['ground_truth']}{tokenizer.eos_token}" for row in rows]
     encode = tokenizer.backend_tokenizer.encode_batch
     pairs = [(prompt.ids, answer.ids) for prompt, answer in zip(encode(prompts), encode(answers), strict=True)]
     longest = max(len(prompt) + len(answer) for prompt, answer in pairs)
     if longest > max_length:
         raise ConfigError(
-            f"The longest row of the warm-up has {longest} tokens, prompt and answer together, but the tiny model reads "
-            f"{max_length}. Raise max_position_embeddings to {longest} or more."
+            f"The longest row of the warm-up has {longest} tokens, prompt and answer together, but the tiny model "
+            f"reads {max_length}. Raise max_position_embeddings to {longest} or more."
         )
     inputs = torch.full((len(pairs), longest - 1), tokenizer.pad_token_id)
     targets = torch.full((len(pairs), longest - 1), IGNORED)
@@ -242,19 +246,19 @@ def encode_rows(
     return inputs, targets
 
 
-def _train_rows(config: WarmUpConfig, *, seed: int) -> list[dict[str, object]]:
-    available = count_rows(config.task, split="train", options=config.options)
+def _train_rows(config: WarmUpConfig, *, seed: int) -> list[dict[str, Any]]:
     wanted = config.num_probe_rows + config.max_steps * config.batch_size
-    if available < config.num_probe_rows + config.batch_size:
+    rows = list(islice(iterate_rows(config.task, split="train", seed=seed, options=config.options), wanted))
+    if len(rows) < config.num_probe_rows + config.batch_size:
         raise ConfigError(
-            f"Task {config.task!r} with options {config.options} has {available} train rows, too few for "
+            f"Task {config.task!r} with options {config.options} has {len(rows)} train rows, too few for "
             f"num_probe_rows={config.num_probe_rows} and a batch of {config.batch_size}. Lower either."
         )
-    return make_rows(config.task, split="train", num_rows=min(available, wanted), seed=seed, options=config.options)
+    return rows
 
 
 def _endless_batches(num_rows: int, batch_size: int, *, seed: int) -> Iterator[Tensor]:
-    """Yield row numbers, [batch_size] each, every epoch in another order; a last part smaller than a batch is left out."""
+    """Yield row numbers, [batch_size] each, in a new order every epoch; a last part below a batch is left out."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(num_rows, generator=generator)
@@ -266,7 +270,8 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: Ti
     partial = folder.with_name(f"{folder.name}.partial")
     for leftover in (partial, folder):  # of a build that was killed, or damaged by hand
         shutil.rmtree(leftover, ignore_errors=True)
-    model.save_pretrained(partial)
+    with _no_progress_bars():
+        model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     sizes = {path.name: path.stat().st_size for path in sorted(partial.iterdir())}
     marker = {"config": config.model_dump(mode="json"), "file_sizes": sizes}
@@ -287,8 +292,19 @@ def _only_one_builder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+@contextmanager
 def _one_thread() -> Iterator[None]:
-    """Compute on one thread: sums are then added in one order, on a small model it is as fast, and builds may run in parallel."""
+    """Compute on one thread: the order of sums is then fixed, and a small model gains little from a second one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,7 @@
-"""Settings of the tiny model, and where a finished one is kept. Imports no torch: a cached model is found in milliseconds."""
+"""Settings of the tiny model, and where a finished one is kept.
+
+Imports no torch: a cached model is found in milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from pydantic import Field, model_validator
 from xrl_lite.settings import Settings
 
 FORMAT_VERSION = 1
-"""Raise it whenever the same settings would give another model or tokenizer, so that no older folder is taken for it."""
+"""Raise it whenever the same settings give another model or tokenizer, so that no older folder is taken for it."""
 
 FINISHED_MARKER = "tiny_model.json"
 """Written last into a model's folder: the settings it was built from, and the size of each of its files."""
 
 
 class WarmUpConfig(Settings):
-    """Supervised training on a task's train rows, until the policy is right often enough for RL to have something to go on."""
+    """Supervised training on a task's train rows, until the policy is right often enough for RL to begin."""
 
     task: str = "sort_digits"
     """Task to learn: a name in `xrl_lite.data.tasks.TASKS`."""
@@ -28,19 +31,19 @@ class WarmUpConfig(Settings):
     """Options of the task."""
 
     target_accuracy: float = Field(default=0.35, gt=0, lt=1)
-    """Stop once a response sampled at temperature 1 is right this often. Never judged by greedy decoding: a policy can be
-    right in half of its greedy answers and next to never in sampled ones, and then RL destroys it."""
+    """Stop once a response sampled at temperature 1 is right this often. Never judged by greedy decoding: a policy can
+    be right in half of its greedy answers and next to never in sampled ones, and then RL destroys it."""
 
     batch_size: int = Field(default=128, gt=0)
     """Rows per optimizer step."""
 
-    learning_rate: float = Field(default=2e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0)
     """Learning rate of AdamW, reached over the first `ramp_steps`, then constant."""
 
     ramp_steps: int = Field(default=10, ge=0)
     """Steps over which the learning rate rises from 0."""
 
-    max_steps: int = Field(default=400, gt=0)
+    max_steps: int = Field(default=1000, gt=0)
     """Give up after so many steps: settings that need more do not suit the task."""
 
     num_probe_rows: int = Field(default=512, gt=0)
@@ -53,7 +56,7 @@ class TinyModelConfig(Settings):
     architecture: Literal["llama", "qwen3"] = "llama"
     """Which model class of transformers: LlamaForCausalLM or Qwen3ForCausalLM."""
 
-    hidden_size: int = Field(default=128, gt=0)
+    hidden_size: int = Field(default=64, gt=0)
     """Width of the residual stream."""
 
     num_layers: int = Field(default=2, gt=0)
@@ -62,7 +65,7 @@ class TinyModelConfig(Settings):
     num_heads: int = Field(default=4, gt=0)
     """Attention heads; each has a key and value head of its own."""
 
-    intermediate_size: int = Field(default=512, gt=0)
+    intermediate_size: int = Field(default=256, gt=0)
     """Width inside each feed-forward block."""
 
     max_position_embeddings: int = Field(default=128, gt=0)
@@ -84,8 +87,8 @@ class TinyModelConfig(Settings):
     def _check_heads(self) -> Self:
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
-                f"hidden_size must be a multiple of 2 * num_heads (rotary embeddings turn pairs of channels of each head), "
-                f"got hidden_size={self.hidden_size}, num_heads={self.num_heads}."
+                f"hidden_size must be a multiple of 2 * num_heads (rotary embeddings turn pairs of channels in each "
+                f"head), got hidden_size={self.hidden_size}, num_heads={self.num_heads}."
             )
         return self
 

@@ -5,6 +5,7 @@ The rank turns trajectories into packed micro-batches, so that only lists cross 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,19 +49,17 @@ class EngineWorker:
 
         Trajectories whose advantage is 0 cost no computation unless the KL to the initial policy is in the loss.
         """
-        trained = [i for i in range(len(batch)) if self._contributes(batch, i)]
-        if not trained:
-            return {"num_updates": 0.0, "learning_rate": self._engine.learning_rate}
-        updates = _split_by_group(batch.select(trained), self._config.num_mini_batches)
+        parts = [self._weigh(part) for part in _split_by_group(batch, self._config.num_mini_batches)]
         old: list[list[list[float]]] | None = None
-        if len(updates) * self._config.num_epochs > 1:
-            old = [self._compute_logprobs(part) for part in updates]
+        if len(parts) * self._config.num_epochs > 1:
+            old = [self._compute_logprobs(part.batch) for part in parts]
         reports: list[dict[str, float]] = []
         for _ in range(self._config.num_epochs):
-            for number, part in enumerate(updates):
-                learning_rate = self._engine.learning_rate
-                report = self._update(part, old[number] if old else None)
-                reports.append(report | {"learning_rate": learning_rate})
+            for number, part in enumerate(parts):
+                report = {"learning_rate": self._engine.learning_rate, "num_updates": 0.0}
+                if len(part.batch):
+                    report |= self._update(part, old[number] if old else None)
+                reports.append(report)
                 self._engine.lr_scheduler_step()
         return _merge(reports)
 
@@ -79,13 +78,18 @@ class EngineWorker:
         """Go on from a checkpoint."""
         self._engine.load_checkpoint(folder)
 
+    def _weigh(self, batch: TrainBatch) -> _WeightedBatch:
+        """Weigh every token of an update, then leave out the trajectories that add nothing to its gradient."""
+        weights = token_weights(batch.response_masks, self._config.loss.aggregation)
+        kept = [i for i in range(len(batch)) if self._contributes(batch, i)]
+        return _WeightedBatch(batch.select(kept), [weights[i] for i in kept])
+
     def _contributes(self, batch: TrainBatch, index: int) -> bool:
         signal = batch.advantages[index] != 0.0 or self._config.loss.kl_coef > 0
         return signal and any(batch.response_masks[index])
 
-    def _update(self, batch: TrainBatch, old: list[list[float]] | None) -> dict[str, float]:
-        config = self._config.loss
-        weights = token_weights(batch.response_masks, config.aggregation)
+    def _update(self, part: _WeightedBatch, old: list[list[float]] | None) -> dict[str, float]:
+        config, batch, weights = self._config.loss, part.batch, part.weights
         gap = _LogprobGap()
 
         def loss_function(logprobs: Tensor, packed: PackedBatch) -> tuple[Tensor, dict[str, float]]:
@@ -146,6 +150,14 @@ class EngineWorker:
         return list(micro_batches(rows, max_tokens=self._config.max_tokens_per_micro_batch))
 
 
+@dataclass(frozen=True)
+class _WeightedBatch:
+    """The trajectories of one update that have a gradient, and the weight of each of their tokens in the whole."""
+
+    batch: TrainBatch
+    weights: list[list[float]]
+
+
 class _LogprobGap:
     """How far the trainer's log-probs are from the rollout engine's, over the tokens trained on."""
 
@@ -175,9 +187,7 @@ def _split_by_group(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
     parts: list[TrainBatch] = []
     for number in range(num_parts):
         wanted = set(groups[number * len(groups) // num_parts : (number + 1) * len(groups) // num_parts])
-        indices = [i for i, group in enumerate(batch.groups) if group in wanted]
-        if indices:
-            parts.append(batch.select(indices))
+        parts.append(batch.select([i for i, group in enumerate(batch.groups) if group in wanted]))
     return parts
 
 

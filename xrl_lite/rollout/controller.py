@@ -23,7 +23,6 @@ import anyio.lowlevel
 from xrl_lite.actors import RestartPolicy
 from xrl_lite.data import RolloutState, Status, update_status_from_finish_reason
 from xrl_lite.errors import ActorTimeoutError, RolloutError
-from xrl_lite.log import get_logger
 from xrl_lite.rollout.adapter import ServerAdapter
 from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplicaRegistry
@@ -31,12 +30,10 @@ from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutRep
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
 
-logger = get_logger(__name__)
-
 PRELOAD = {"torch": ("torch", "transformers")}
 """Modules that the fork server imports once for all replicas of an engine."""
 
-MAX_CONCURRENCY = 1_000_000
+MAX_CONCURRENCY = 65_536
 """Calls a replica holds open at once; what bounds the work is `max_batch_size`."""
 
 DecodeTokens = Callable[[list[int], bool], str]
@@ -144,16 +141,19 @@ class RolloutController:
         """Send with all other requests of this tick as one message, so that the engine admits them together."""
         outbox = self._outbox[number]
         outbox.requests.append(request)
-        if len(outbox.requests) > 1:
-            await outbox.sent.wait()
-            return
-        # the first of this tick sends for all: whoever is ready now adds to the outbox before this returns
-        await anyio.lowlevel.cancel_shielded_checkpoint()
-        self._outbox[number] = _Outbox()
-        try:
-            await self._replicas[number].submit.remote(outbox.requests)
-        finally:
-            outbox.sent.set()
+        # shield: who sends for others must not take them along, and a request that was sent must be asked for, since
+        # cancelling that call is what frees its place in the engine
+        with anyio.CancelScope(shield=True):
+            if len(outbox.requests) > 1:
+                await outbox.sent.wait()
+                return
+            await anyio.lowlevel.checkpoint()  # whoever is ready in this tick adds to the outbox meanwhile
+            self._outbox[number] = _Outbox()
+            submit = self._replicas[number].submit.options(timeout_s=self._config.request_timeout_s)
+            try:
+                await submit.remote(outbox.requests)
+            finally:
+                outbox.sent.set()
 
     def _request(self, state: RolloutState) -> GenerateRequest:
         assert state.prompt_ids is not None, "a state has prompt_ids before it is generated"

@@ -40,6 +40,8 @@ class FakeReplica(RolloutReplica):
                 future.set_result(self._answer(request))
 
     async def result(self, request_id: str) -> GenerateResult:
+        if request_id not in self._done:
+            raise RolloutError(f"No request {request_id!r} was submitted to replica {self.replica}.")
         try:
             return await self._done[request_id]
         finally:

@@ -3,16 +3,16 @@
 ::
 
     on_init_end                                    weights of the start are with every replica
-    on_train_begin
     [on_validate_begin, evaluation, on_validate_end]
+    on_train_begin
     each step:
         on_step_begin
         on_sample_begin  produce, sample a batch  on_sample_end
         advantages -> optimizer update
-        [checkpoint]
         on_step_end                                weights go to the replicas
         metrics
         [on_validate_begin, evaluation, on_validate_end]
+        [checkpoint]                               last: what was saved needs nothing to be made up for
     on_train_end                                   always, also after an error
 
 Waits for    batches, updates and syncs, each with the deadline of its part
@@ -21,6 +21,7 @@ Is woken by  the parts; a stop request is looked at between two steps
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -32,9 +33,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import RunError
-from xrl_lite.log import get_logger
+from xrl_lite.judger import judger_metrics
 from xrl_lite.replay_buffer import PromptGroup
-from xrl_lite.trainer.checkpoint import CheckpointCallback, CheckpointStore, read_state
+from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.prepare import prepare_train_data
 from xrl_lite.trainer.stop import StopRequest
 
@@ -49,7 +50,8 @@ if TYPE_CHECKING:
     from xrl_lite.trainer.run_folder import RunFolder
     from xrl_lite.weight_sync import WeightSync
 
-logger = get_logger(__name__)
+MAX_SKIPPED_UPDATES = 5
+"""Steps in a row with a gradient that is not finite before the run stops."""
 
 
 class JudgerStatistics(Protocol):
@@ -128,6 +130,8 @@ class StepTimes:
 class RunSummary:
     """How a run ended."""
 
+    folder: Path
+    """Folder of the run."""
     last_step: int
     """Last step that was trained."""
     stopped: bool
@@ -153,6 +157,9 @@ class RLTrainer(ABC):
         self.times = StepTimes()
         self._estimator = ADVANTAGE_ESTIMATORS.resolve(settings.trainer.advantage)
         self._steps_without_signal = 0
+        self._skipped_updates = 0
+        self._evaluation_due = False
+        self._saved_step = 0
         self._checkpoint: Path | None = None
 
     async def fit(self, checkpoint: Path | None = None) -> RunSummary:
@@ -165,20 +172,21 @@ class RLTrainer(ABC):
         if checkpoint is not None:
             await self._load(checkpoint)
         await self.on_init_end()
-        if self.global_step == 0 and self.settings.evaluation.at_start:
+        if self._evaluation_due or (self.global_step == 0 and self.settings.evaluation.at_start):
             await self._evaluate()
+        self.stop.cancel = None
         self.parts.reporter.start(num_steps=last_step, first_step=self.global_step + 1)
         await self.on_train_begin()
         try:
             while self.global_step < last_step and not self.stop.requested:
                 self.global_step += 1
                 await self._run_step()
-            if self.global_step > 0:
+            if self.global_step > 0 and self._saved_step != self.global_step:
                 await self._save()
         finally:
             await self.on_train_end()
             self.parts.reporter.finish()
-        return RunSummary(self.global_step, self.global_step < last_step, self._checkpoint)
+        return RunSummary(self.parts.folder.path, self.global_step, self.global_step < last_step, self._checkpoint)
 
     # --- the nine hooks, in the order in which they are called
 
@@ -233,11 +241,12 @@ class RLTrainer(ABC):
             metrics |= await self.parts.engine.train_batch(batch)
         await self.on_step_end()
         self._write(metrics | buffer_metrics | self._judger_metrics(), states)
-        self._check_health(metrics)
+        self._evaluation_due = self._is_due(self.settings.evaluation.every_steps) or self._is_last
+        if self._evaluation_due and not self.stop.requested:
+            await self._evaluate()
         if self._is_due(self.settings.checkpoint.every_steps):
             await self._save()
-        if self._is_due(self.settings.evaluation.every_steps) or self._is_last:
-            await self._evaluate()
+        await self._check_health(metrics)
 
     def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
         if self.settings.report.save_rollouts:
@@ -249,27 +258,33 @@ class RLTrainer(ABC):
             self.parts.reporter.completions(self.global_step, states[: self.settings.report.num_completions])
 
     def _judger_metrics(self) -> dict[str, float]:
+        metrics = judger_metrics(self.parts.judger.statistics(reset=True))
         return {
-            f"{'time/' if name.startswith(('latency', 'queue')) else ''}judger/{judger}/{name}": float(value)
-            for judger, counters in self.parts.judger.statistics(reset=True).items()
-            for name, value in counters.items()
+            (f"time/{name}" if "/latency_" in name or "/queue_" in name else name): v for name, v in metrics.items()
         }
 
-    def _check_health(self, metrics: dict[str, float]) -> None:
+    async def _check_health(self, metrics: dict[str, float]) -> None:
         config = self.settings.trainer
         self._steps_without_signal = 0 if metrics["frac_reward_zero_std"] < 1.0 else self._steps_without_signal + 1
         if self._steps_without_signal >= config.max_steps_without_signal:
+            await self._save()
             raise RunError(
                 f"No group had two different rewards for {self._steps_without_signal} steps in a row "
                 f"(reward {metrics['reward']:.3f}), so there is nothing to learn from. Is the task too hard or too "
                 f"easy for the model, or is the judger wrong? See {self.parts.folder.path / 'rollouts'}."
             )
         gap = metrics.get("logprob_gap/mean", 0.0)
-        if gap > config.max_logprob_gap:
+        if not gap <= config.max_logprob_gap:  # NaN is no agreement either
             raise RunError(
                 f"Trainer and rollout engine disagree about the same tokens by {gap:.3f} nats on average, more than "
                 f"max_logprob_gap={config.max_logprob_gap}. They hold different weights, or use different types "
                 f"(engine.dtype, rollout.dtype), temperatures or chat templates."
+            )
+        self._skipped_updates = 0 if math.isfinite(metrics.get("grad_norm", 0.0)) else self._skipped_updates + 1
+        if self._skipped_updates >= MAX_SKIPPED_UPDATES:
+            raise RunError(
+                f"The gradient was not finite for {self._skipped_updates} steps in a row, so nothing was learned. "
+                f"Lower engine.optimizer.learning_rate; go on from an earlier checkpoint."
             )
 
     # --- evaluation and checkpoints
@@ -282,6 +297,7 @@ class RLTrainer(ABC):
         metrics = await self.parts.evaluator.evaluate()
         record = metrics | self._judger_metrics() | {"time/evaluation": time.perf_counter() - started}
         await self.on_validate_end()
+        self._evaluation_due = False
         self.parts.folder.write_metrics({"step": self.global_step, **record})
         self.parts.reporter.evaluation(self.global_step, metrics)
 
@@ -295,20 +311,25 @@ class RLTrainer(ABC):
             "global_step": self.global_step,
             "sampler": self.parts.manager.sampler.state_dict(),
             "steps_without_signal": self._steps_without_signal,
+            "evaluation_due": self._evaluation_due,
         }
         self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
+        self._saved_step = self.global_step
         self.parts.callback.on_save(
             trainer=self, global_step=self.global_step, checkpoint_dir=str(self._checkpoint), async_save=False
         )
 
     async def _load(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
-        await self.parts.engine.load_checkpoint(checkpoint / "engine")
+        await self.parts.engine.load_checkpoint(checkpoint / ENGINE)
         self.parts.manager.sampler.load_state_dict(state["sampler"])
         self.global_step = state["global_step"]
+        self._saved_step = self.global_step
         self._steps_without_signal = state["steps_without_signal"]
+        self._evaluation_due = state["evaluation_due"]
         self._checkpoint = checkpoint
         self.parts.folder.forget_after(self.global_step)
+        self.parts.store.forget_after(self.global_step)
         self.parts.reporter.note(f"going on after step {self.global_step} from {checkpoint}")
 
     def _is_due(self, every_steps: int) -> bool:

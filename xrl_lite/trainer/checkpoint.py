@@ -8,7 +8,7 @@ Anything without a valid marker is torn: never loaded, and named in a warning.
     checkpoints/step_000050/
         engine/          state of the training ranks (torch.distributed.checkpoint)
         huggingface/     the model as a Hugging Face folder
-        state.json       step, policy version, sampler, counters
+        state.json       step, sampler, counters
         COMPLETE         marker: sizes of the files above
 """
 
@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from xrl_lite.errors import CheckpointError
+from xrl_lite.errors import CheckpointError, did_you_mean
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -81,9 +81,9 @@ class CheckpointStore:
         final = self._folder / f"step_{step:06d}"
         if is_complete(final):
             return final
-        self._sweep()
         aside = self._folder / f"{_ASIDE}step_{step:06d}"
         try:
+            self._sweep()
             aside.mkdir(parents=True)
             await write_engine(aside / ENGINE, aside / HUGGINGFACE)
             (aside / STATE).write_text(json.dumps(state), encoding="utf-8")
@@ -92,6 +92,8 @@ class CheckpointStore:
                 shutil.rmtree(final)
             aside.rename(final)
             _mark(final, sizes)
+            for old in complete_checkpoints(self._folder)[: -self._keep]:
+                shutil.rmtree(old)
         except (OSError, CheckpointError) as error:
             shutil.rmtree(aside, ignore_errors=True)
             free = shutil.disk_usage(self._folder).free if self._folder.exists() else 0
@@ -100,9 +102,13 @@ class CheckpointStore:
                 f"({free / 1e6:.0f} MB free). Older checkpoints are untouched. "
                 f"Free some space, then go on with checkpoint.resume=auto."
             ) from error
-        for old in complete_checkpoints(self._folder)[: -self._keep]:
-            shutil.rmtree(old)
         return final
+
+    def forget_after(self, step: int) -> None:
+        """Drop the checkpoints of later steps: they belong to what is about to be run again."""
+        for path in self._folder.glob("step_*"):
+            if int(path.name.removeprefix("step_")) > step:
+                shutil.rmtree(path)
 
     def _sweep(self) -> None:
         for left in self._folder.glob(f"{_ASIDE}*"):
@@ -137,6 +143,11 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     if resume == "never":
         return None
     if resume != "auto":
+        if not Path(resume).exists():
+            raise CheckpointError(
+                f"checkpoint.resume must be never, auto or the folder of a checkpoint, got {resume!r}."
+                f"{did_you_mean(resume, ('never', 'auto'))}"
+            )
         return require_complete(Path(resume))
     complete = complete_checkpoints(folder)
     if complete:

@@ -72,7 +72,8 @@ def _reward_parts(rewards: list[dict[str, Any]]) -> dict[str, float]:
     """Mean of every numeric part of the rewards over the samples that have it."""
     parts: dict[str, float] = {}
     for name in sorted({name for reward in rewards for name in reward}):
-        values = [float(reward[name]) for reward in rewards if isinstance(reward.get(name), Real)]
+        numbers = [float(reward[name]) for reward in rewards if isinstance(reward.get(name), Real)]
+        values = [number for number in numbers if math.isfinite(number)]
         if values:
             parts[f"rewards/{name}/mean"] = sum(values) / len(values)
     return parts
@@ -115,6 +116,8 @@ def _check(state: RolloutState) -> None:
         if value is None or len(value) != num_tokens:
             given = "None" if value is None else f"{len(value)} values"
             raise _unusable(state, field, f"it has {given} for {num_tokens} response tokens")
+    if not all(map(math.isfinite, state.logprobs or ())):
+        raise _unusable(state, "logprobs", "not all are finite; are the weights, or top_p and top_k, all right?")
 
 
 def _unusable(state: RolloutState, field: str, problem: str) -> RunError:

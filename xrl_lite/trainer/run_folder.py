@@ -3,7 +3,7 @@
 ::
 
     runs/<name>/
-        config.yaml          the resolved settings; load it to repeat the run
+        config.yaml          the resolved settings
         metrics.jsonl        a line per step and per evaluation
         rollouts/            step_*.jsonl: every trained attempt
         logs/                driver.log and one log per actor
@@ -23,6 +23,7 @@ from typing import IO, Any
 from xrl_lite.errors import RunError
 
 LOCK = "run.lock"
+CHECKPOINTS = "checkpoints"
 
 
 class RunFolder:
@@ -39,7 +40,7 @@ class RunFolder:
         self.path = path
         self._lock = _lock(path)
         self.logs = path / "logs"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.metrics_file = path / "metrics.jsonl"
 
     @classmethod
@@ -76,8 +77,14 @@ class RunFolder:
             except json.JSONDecodeError:
                 continue
 
+    def start_over(self) -> None:
+        """Drop what an earlier run left that never came to a checkpoint."""
+        self.forget_after(-1)
+
     def forget_after(self, step: int) -> None:
         """Drop what was written for steps after `step`: they will be run again."""
+        if not self.metrics_file.exists():
+            return
         kept = [record for record in self.metrics() if record["step"] <= step]
         aside = self.metrics_file.with_suffix(".tmp")
         aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import anyio
 
-from xrl_lite.errors import WeightSyncError
+from xrl_lite.errors import WeightSyncError, errors_as_themselves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,9 +79,10 @@ class WeightSync:
             async def push(target: WeightTarget) -> None:
                 held[target.name] = await target.update_weights(version, weights)
 
-            async with anyio.create_task_group() as pushes:
-                for target in self._targets:
-                    pushes.start_soon(push, target)
+            with errors_as_themselves():
+                async with anyio.create_task_group() as pushes:
+                    for target in self._targets:
+                        pushes.start_soon(push, target)
             for name, digest in held.items():
                 if digest != expected:
                     raise WeightSyncError(

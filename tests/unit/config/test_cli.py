@@ -18,6 +18,7 @@ from xrl_lite.cli import EXIT_ERROR, EXIT_USAGE, main
 def make_model_folder(folder: Path, *, tokenizer: bool = True, template: bool = True) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")
     if tokenizer:
         (folder / "tokenizer.json").write_text("{}")
         (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "x"} if template else {}))
