@@ -30,9 +30,7 @@ def describe(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
     """Yield every setting below a model, depth first."""
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
-        extra = field.json_schema_extra
-        named = extra.get("settings") if isinstance(extra, dict) else None
-        inner = load_object(str(named)) if named else _model_of(field.annotation)
+        inner = _model_of(field.annotation) or _named_model(field)
         if inner is None:
             yield Setting(key, _kind(field.annotation), _default(field), " ".join((field.description or "").split()))
         else:
@@ -44,6 +42,12 @@ def _model_of(annotation: Any) -> type[BaseModel] | None:
         return annotation
     inner = [_model_of(argument) for argument in get_args(annotation) if argument is not type(None)]
     return inner[0] if len(inner) == 1 else None
+
+
+def _named_model(field: FieldInfo) -> type[BaseModel] | None:
+    """The class that a field names as its usual settings, where its type does not tell."""
+    extra: Any = field.json_schema_extra
+    return load_object(extra["settings"]) if extra else None
 
 
 def _kind(annotation: Any) -> str:

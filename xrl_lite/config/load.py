@@ -105,8 +105,9 @@ def _set(settings: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def _replaced(value: Any, keys: Sequence[str], new: Any, path: str) -> Any:
-    """Return a copy of settings in which one is changed, opened to mappings on the way there, so that everything is
-    validated together afterwards.
+    """Return a copy of settings in which one is changed.
+
+    Settings on the way to it are opened to mappings, so that everything is validated together afterwards.
     """
     if not keys:
         return new

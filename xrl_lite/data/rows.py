@@ -139,13 +139,13 @@ def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:
     extra |= cast("Mapping[str, Any]", info)
     if agent is not None:
         extra["agent_name"] = agent
-    if not isinstance(source, str | dict | None):
+    if source is not None and not isinstance(source, str | dict):
         raise DataError(f"{place}: data_source must be a name or a mapping of names, got {source!r}.")
     return Row(
         index=index,
         prompt=_dress(prompt, config),
         ground_truth=truth,
-        data_source=source,
+        data_source=cast("str | dict[str, Any] | None", source),
         agent_name=agent,
         extra_info=extra,
     )
@@ -192,12 +192,14 @@ def _messages(prompt: Any, place: str, column: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping):
         messages = list(cast("Iterable[object]", prompt))
-        if messages and all(
-            isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in messages
-        ):
+        if messages and all(_is_message(message) for message in messages):
             return [dict(cast("Mapping[str, Any]", message)) for message in messages]
     given = str(cast("object", prompt))[:100]
     raise DataError(f"{place}: {column} must be a text or a list of messages with role and content, got {given}.")
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
 
 
 def _dress(messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:

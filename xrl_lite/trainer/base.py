@@ -259,9 +259,8 @@ class RLTrainer(ABC):
 
     def _judger_metrics(self) -> dict[str, float]:
         metrics = judger_metrics(self.parts.judger.statistics(reset=True))
-        return {
-            (f"time/{name}" if "/latency_" in name or "/queue_" in name else name): v for name, v in metrics.items()
-        }
+        times = [name for name in metrics if "/latency_" in name or "/queue_" in name]
+        return metrics | {f"time/{name}": metrics.pop(name) for name in times}
 
     async def _check_health(self, metrics: dict[str, float]) -> None:
         config = self.settings.trainer

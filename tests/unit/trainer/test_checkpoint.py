@@ -129,5 +129,7 @@ async def test_the_marker_holds_the_size_of_every_file(tmp_path: Path) -> None:
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"must be never, auto or the folder .* Did you mean 'auto'\?"):
+        find_checkpoint("atuo", tmp_path)
     with pytest.raises(CheckpointError, match="there is no such folder"):
-        find_checkpoint(str(tmp_path / "nowhere"), tmp_path)
+        require_complete(tmp_path / "nowhere")
