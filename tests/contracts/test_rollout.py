@@ -107,6 +107,28 @@ async def test_abort_ends_what_hangs(system: ActorSystem) -> None:
     assert state.status is Status.ABORTED
 
 
+async def test_one_that_gives_up_takes_nobody_along_and_frees_its_place(system: ActorSystem) -> None:
+    controller = make_controller(system, hang_prompts=[5])
+    states = [fresh(rollout_id=number) for number in range(3)]
+    async with anyio.create_task_group() as tasks:
+        first = anyio.CancelScope()
+
+        async def give_up() -> None:
+            with first:
+                await controller.generate(states[0])
+
+        tasks.start_soon(give_up)  # the first of a tick sends and collects for the others
+        for state in states[1:]:
+            tasks.start_soon(controller.generate, state)
+        await anyio.wait_all_tasks_blocked()
+        first.cancel()
+        while controller.statistics()["rollout/0"] > 2:
+            await anyio.lowlevel.checkpoint()
+        while await controller.abort_all() != 2:
+            await anyio.lowlevel.checkpoint()
+    assert [state.status for state in states] == [Status.INIT, Status.ABORTED, Status.ABORTED]
+
+
 async def test_requests_go_to_the_least_loaded_replica(system: ActorSystem) -> None:
     controller = make_controller(system, num_replicas=2, hang_prompts=[5])
     async with anyio.create_task_group() as tasks:

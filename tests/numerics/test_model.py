@@ -166,8 +166,17 @@ def make_requests(count: int, **params: Any) -> list[GenerateRequest]:
 
 
 async def generate(replica: TorchReplica, requests: list[GenerateRequest]) -> list[GenerateResult]:
-    await replica.submit(requests)
-    return [await replica.result(request.request_id) for request in requests]
+    outcomes: dict[str, GenerateResult | RolloutError] = {}
+    await replica.submit("batch", requests)
+    while len(outcomes) < len(requests):
+        outcomes |= await replica.collect("batch")
+    return [raised(outcomes[request.request_id]) for request in requests]
+
+
+def raised(outcome: GenerateResult | RolloutError) -> GenerateResult:
+    if isinstance(outcome, RolloutError):
+        raise outcome
+    return outcome
 
 
 @pytest.fixture
@@ -179,9 +188,7 @@ async def test_rollout_and_trainer_agree_on_the_same_tokens(replica: TorchReplic
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
     requests = make_requests(24)
     for request, result in zip(requests, await generate(replica, requests), strict=True):
-        assert result.logprobs == pytest.approx(
-            plain_logprobs(model, request.prompt_ids, result.token_ids), abs=1e-4
-        )
+        assert result.logprobs == pytest.approx(plain_logprobs(model, request.prompt_ids, result.token_ids), abs=1e-4)
 
 
 async def test_what_else_is_in_the_batch_does_not_change_a_sample(replica: TorchReplica) -> None:

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
 
@@ -17,10 +18,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xrl_lite.actors import ActorSystem
-
-PRELOAD = ("torch", "transformers")
-"""Modules that take a rank most of its start; the fork server imports them once for all ranks and replicas."""
-
 
 class TrainingController:
     """Starts the ranks and speaks to them.
@@ -46,7 +43,7 @@ class TrainingController:
             name="engine/0",
             num_cpus=config.num_cpus,
             num_threads=config.num_threads or len(os.sched_getaffinity(0)),
-            preload=PRELOAD,
+            preload=MODEL_MODULES,
             start_timeout_s=config.start_timeout_s,
             # a fresh rank has the initial weights: going on with them would silently undo the training
             restart=RestartPolicy(max_restarts=0),

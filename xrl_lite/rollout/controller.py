@@ -3,17 +3,18 @@
 ::
 
     generate(state) --> gate open? --> least loaded replica --> outbox --one message a tick--> replica
-                                                                      result(request_id) <--'
+          ^                                                                                      |
+          '--- one of those that wait collects for all, and hands over to another when it has its own answer
 
-Waits for    the gate (closed while weights are exchanged), and for the replica's answer within `request_timeout_s`
-Is woken by  `continue_generation`; the replica's answer, its death, or the deadline
+Waits for    the gate (closed while weights are exchanged); its place in a message; its answer, `request_timeout_s` long
+Is woken by  `continue_generation`; the next turn of the loop; whoever collects, or being handed the collecting
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import anyio
 import anyio.lowlevel
 
 from xrl_lite.actors import RestartPolicy
+from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.data import RolloutState, Status, update_status_from_finish_reason
 from xrl_lite.errors import ActorTimeoutError, RolloutError
 from xrl_lite.rollout.adapter import ServerAdapter
@@ -30,7 +32,7 @@ from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutRep
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
 
-PRELOAD = {"torch": ("torch", "transformers")}
+PRELOAD = {"torch": MODEL_MODULES}
 """Modules that the fork server imports once for all replicas of an engine."""
 
 MAX_CONCURRENCY = 65_536
@@ -41,11 +43,24 @@ DecodeTokens = Callable[[list[int], bool], str]
 
 
 @dataclass
-class _Outbox:
-    """Requests of one tick for one replica."""
+class _Waiter:
+    """Somebody who waits for an answer."""
 
+    outcome: GenerateResult | Exception | None = None
+    """The answer, once it is there."""
+    must_collect: bool = False
+    """It is this one's turn to collect for the batch."""
+    woken: anyio.Event = field(default_factory=anyio.Event)
+    """Set when either of the two changes."""
+
+
+@dataclass
+class _Batch:
+    """Requests that go to one replica as one message."""
+
+    batch_id: str
     requests: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
-    sent: anyio.Event = field(default_factory=anyio.Event)
+    waiting: dict[str, _Waiter] = field(default_factory=dict[str, _Waiter])
 
 
 class RolloutController:
@@ -86,7 +101,8 @@ class RolloutController:
             for number, replica in enumerate(self._replicas)
         ]
         self._load = [0] * config.num_replicas
-        self._outbox = [_Outbox() for _ in self._replicas]
+        self._num_batches = 0
+        self._outbox = [self._new_batch() for _ in self._replicas]
         self._num_requests = 0
         self._gate = anyio.Event()
         self._gate.set()
@@ -109,9 +125,7 @@ class RolloutController:
         request = self._request(state)
         self._load[number] += 1
         try:
-            await self._send(number, request)
-            call = self._replicas[number].result.options(timeout_s=self._config.request_timeout_s)
-            result: GenerateResult = await call.remote(request.request_id)
+            result = await self._ask(number, request)
         except (RolloutError, ActorTimeoutError) as error:
             state.status = Status.FAILED
             state.error_msg = f"sample {state.rollout_id} on rollout/{number}: {error}"
@@ -137,23 +151,58 @@ class RolloutController:
         """Return the requests in flight of each replica."""
         return {f"rollout/{number}": load for number, load in enumerate(self._load)}
 
-    async def _send(self, number: int, request: GenerateRequest) -> None:
-        """Send with all other requests of this tick as one message, so that the engine admits them together."""
-        outbox = self._outbox[number]
-        outbox.requests.append(request)
-        # shield: who sends for others must not take them along, and a request that was sent must be asked for, since
-        # cancelling that call is what frees its place in the engine
+    async def _ask(self, number: int, request: GenerateRequest) -> GenerateResult:
+        batch = self._outbox[number]
+        batch.requests.append(request)
+        waiter = batch.waiting[request.request_id] = _Waiter()
+        try:
+            if len(batch.requests) == 1:
+                await self._send(number, batch)
+                waiter.must_collect = True
+            while waiter.outcome is None:
+                if waiter.must_collect:
+                    await self._collect(number, batch)
+                else:
+                    await waiter.woken.wait()
+                    waiter.woken = anyio.Event()
+        finally:
+            self._leave(number, batch, request.request_id, waiter)
+        if isinstance(waiter.outcome, Exception):
+            raise waiter.outcome
+        return waiter.outcome
+
+    async def _send(self, number: int, batch: _Batch) -> None:
+        """Send everything that is asked for in this turn of the loop, so that the engine admits it together."""
+        # shield: whoever sends for others must not take them along when it is cancelled
         with anyio.CancelScope(shield=True):
-            if len(outbox.requests) > 1:
-                await outbox.sent.wait()
-                return
-            await anyio.lowlevel.checkpoint()  # whoever is ready in this tick adds to the outbox meanwhile
-            self._outbox[number] = _Outbox()
+            await anyio.lowlevel.checkpoint()  # whoever is ready now adds to the batch meanwhile
+            self._outbox[number] = self._new_batch()
             submit = self._replicas[number].submit.options(timeout_s=self._config.request_timeout_s)
             try:
-                await submit.remote(outbox.requests)
-            finally:
-                outbox.sent.set()
+                await submit.remote(batch.batch_id, batch.requests)
+            except Exception as error:  # noqa: BLE001 - raised again by everyone who waits
+                _deliver(batch, dict.fromkeys(list(batch.waiting), error))
+
+    async def _collect(self, number: int, batch: _Batch) -> None:
+        """Fetch what has ended and hand it to those who wait for it."""
+        collect = self._replicas[number].collect.options(timeout_s=self._config.request_timeout_s)
+        try:
+            _deliver(batch, await collect.remote(batch.batch_id))
+        except Exception as error:  # noqa: BLE001 - raised again by everyone who waits
+            _deliver(batch, dict.fromkeys(list(batch.waiting), error))
+
+    def _leave(self, number: int, batch: _Batch, request_id: str, waiter: _Waiter) -> None:
+        """Take a waiter out of its batch: pass on the collecting, and free its place in the engine if it gave up."""
+        if batch.waiting.pop(request_id, None) is not None:
+            self._replicas[number].abort.remote([request_id])
+        if waiter.must_collect and batch.waiting:
+            heir = next(iter(batch.waiting.values()))
+            heir.must_collect = True
+            heir.woken.set()
+
+    def _new_batch(self) -> _Batch:
+        self._num_batches += 1
+        return _Batch(f"batch-{self._num_batches}")
 
     def _request(self, state: RolloutState) -> GenerateRequest:
         assert state.prompt_ids is not None, "a state has prompt_ids before it is generated"
@@ -175,6 +224,14 @@ class RolloutController:
         state.finish_reason = result.finish_reason
         state.status = update_status_from_finish_reason(result.finish_reason)
         return state
+
+
+def _deliver(batch: _Batch, outcomes: Mapping[str, GenerateResult | Exception]) -> None:
+    for request_id, outcome in outcomes.items():
+        waiter = batch.waiting.pop(request_id, None)  # None: it gave up meanwhile
+        if waiter is not None:
+            waiter.outcome = outcome
+            waiter.woken.set()
 
 
 def response_seed(run_seed: int, state: RolloutState) -> int:

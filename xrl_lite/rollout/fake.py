@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 from xrl_lite.errors import RolloutError
@@ -27,31 +26,19 @@ class FakeReplica(RolloutReplica):
         self._responses: list[list[int]] = config.engine_options.get("responses", [[0]])
         self._fail: list[int] = config.engine_options.get("fail_prompts", [])
         self._hang: list[int] = config.engine_options.get("hang_prompts", [])
-        self._done: dict[str, asyncio.Future[GenerateResult]] = {}
         self.versions: list[int] = []
 
-    async def submit(self, requests: list[GenerateRequest]) -> None:
+    def admit(self, requests: list[GenerateRequest]) -> None:
         for request in requests:
-            future = asyncio.get_running_loop().create_future()
-            self._done[request.request_id] = future
             if request.prompt_ids[0] in self._fail:
-                future.set_exception(RolloutError(f"scripted failure of prompt {request.prompt_ids}"))
+                self.deliver(request.request_id, RolloutError(f"scripted failure of prompt {request.prompt_ids}"))
             elif request.prompt_ids[0] not in self._hang:
-                future.set_result(self._answer(request))
+                self.deliver(request.request_id, self._answer(request))
 
-    async def result(self, request_id: str) -> GenerateResult:
-        if request_id not in self._done:
-            raise RolloutError(f"No request {request_id!r} was submitted to replica {self.replica}.")
-        try:
-            return await self._done[request_id]
-        finally:
-            self._done.pop(request_id, None)
-
-    async def abort_all(self) -> int:
-        waiting = [future for future in self._done.values() if not future.done()]
-        for future in waiting:
-            future.set_result(GenerateResult(token_ids=[], logprobs=[], finish_reason="abort", policy_versions=[]))
-        return len(waiting)
+    def drop(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            aborted = GenerateResult(token_ids=[], logprobs=[], finish_reason="abort", policy_versions=[])
+            self.deliver(request_id, aborted)
 
     async def update_weights(self, version: int, weights: dict[str, Tensor]) -> str:
         from xrl_lite.algorithms.digest import weights_digest

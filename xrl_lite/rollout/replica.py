@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from xrl_lite.data import SampleParams
-from xrl_lite.errors import UnknownNameError, did_you_mean
+from xrl_lite.errors import RolloutError, UnknownNameError, did_you_mean
 from xrl_lite.registry import load_object, load_plugins
 
 if TYPE_CHECKING:
@@ -51,8 +53,19 @@ class GenerateResult:
     """Version of the weights that sampled each token."""
 
 
+@dataclass
+class _Batch:
+    """Requests that were submitted together, and what became of them since the last `collect`."""
+
+    running: set[str]
+    ended: dict[str, GenerateResult | RolloutError] = field(default_factory=dict[str, "GenerateResult | RolloutError"])
+    changed: anyio.Event = field(default_factory=anyio.Event)
+
+
 class RolloutReplica(ABC):
     """One copy of the model. Methods run on the loop of the replica's process; compute does not.
+
+    A subclass implements `admit`, `drop` and `update_weights`, and calls `deliver` once for every request.
 
     Args:
         config: Settings of generation.
@@ -66,22 +79,35 @@ class RolloutReplica(ABC):
         self.model_path = model_path
         self.replica = replica
         self.policy_version = 0
+        self._batches: dict[str, _Batch] = {}
+        self._batch_of: dict[str, str] = {}
 
-    @abstractmethod
-    async def submit(self, requests: list[GenerateRequest]) -> None:
-        """Queue requests, all at once: they are admitted together and in this order."""
+    # --- called by the controller
 
-    @abstractmethod
-    async def result(self, request_id: str) -> GenerateResult:
-        """Wait for a submitted request. Cancelling aborts it and frees its place.
+    async def submit(self, batch_id: str, requests: list[GenerateRequest]) -> None:
+        """Take requests: they are admitted together and in this order."""
+        self._batches[batch_id] = _Batch({request.request_id for request in requests})
+        self._batch_of |= {request.request_id: batch_id for request in requests}
+        self.admit(requests)
 
-        Raises:
-            RolloutError: the request cannot be served.
-        """
+    async def collect(self, batch_id: str) -> dict[str, GenerateResult | RolloutError]:
+        """Return what ended since the last call, by request; waits until something has. Cancelling loses nothing."""
+        batch = self._batches[batch_id]
+        await batch.changed.wait()
+        ended, batch.ended, batch.changed = batch.ended, {}, anyio.Event()
+        if not batch.running:
+            del self._batches[batch_id]
+        return ended
 
-    @abstractmethod
+    async def abort(self, request_ids: list[str]) -> int:
+        """End requests with finish reason abort, if they still run; return how many did."""
+        running = [request_id for request_id in request_ids if request_id in self._batch_of]
+        self.drop(running)
+        return len(running)
+
     async def abort_all(self) -> int:
         """End every request in flight with finish reason abort; return how many there were."""
+        return await self.abort(list(self._batch_of))
 
     @abstractmethod
     async def update_weights(self, version: int, weights: dict[str, Tensor]) -> str:
@@ -90,6 +116,23 @@ class RolloutReplica(ABC):
         Raises:
             WeightSyncError: a name or shape does not fit; the message names it.
         """
+
+    # --- for subclasses
+
+    @abstractmethod
+    def admit(self, requests: list[GenerateRequest]) -> None:
+        """Queue requests. One that cannot be served is delivered as a RolloutError at once."""
+
+    @abstractmethod
+    def drop(self, request_ids: list[str]) -> None:
+        """End these requests soon; each is delivered with what it has, finish reason abort."""
+
+    def deliver(self, request_id: str, outcome: GenerateResult | RolloutError) -> None:
+        """Hand over what became of a request. Call it on the loop."""
+        batch = self._batches[self._batch_of.pop(request_id)]
+        batch.running.remove(request_id)
+        batch.ended[request_id] = outcome
+        batch.changed.set()
 
 
 class RolloutReplicaRegistry:

@@ -3,8 +3,8 @@
 Requests are generated in waves: all that wait, up to `max_batch_size`, are prefilled together (each distinct prompt
 once, however many attempts it gets) and decoded until every one has ended; rows that end are taken out on the way.
 
-Waits for    requests (`_Inbox`), and for the compute thread at the end of a wave
-Is woken by  `submit`; the compute thread ends by itself: every response has a longest length
+Waits for    the compute thread, a wave at a time
+Is woken by  its end; it ends by itself, since every response has a longest length
 
 B rows of the wave, L positions so far (padding included), V vocabulary.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from xrl_lite.algorithms.digest import weights_digest
 from xrl_lite.errors import RolloutError, WeightSyncError
+from xrl_lite.log import get_logger
 from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica
 from xrl_lite.rollout.sampling import keep_top_k, keep_top_p, sample_tokens, uniform
+
+logger = get_logger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 COMPACT_BELOW = 0.75
@@ -57,41 +61,25 @@ class TorchReplica(RolloutReplica):
         self._stop_ids = _end_of_sequence_ids(self._model, self._tokenizer)
         self._max_model_len = config.max_model_len or self._model.config.max_position_embeddings
         self._waiting: deque[_Sequence] = deque()
-        self._sequences: dict[str, _Sequence] = {}
-        self._done: dict[str, asyncio.Future[GenerateResult]] = {}
+        self._running: dict[str, _Sequence] = {}
         self._compute = anyio.Lock()
         self._runner: asyncio.Task[None] | None = None
 
-    async def submit(self, requests: list[GenerateRequest]) -> None:
-        loop = asyncio.get_running_loop()
+    def admit(self, requests: list[GenerateRequest]) -> None:
         for request in requests:
-            self._done[request.request_id] = loop.create_future()
             try:
-                sequence = self._admit(request)
+                sequence = self._make_sequence(request)
             except RolloutError as error:
-                self._done[request.request_id].set_exception(error)
+                self.deliver(request.request_id, error)
                 continue
-            self._sequences[request.request_id] = sequence
+            self._running[request.request_id] = sequence
             self._waiting.append(sequence)
         if self._waiting and (self._runner is None or self._runner.done()):
             self._runner = asyncio.create_task(self._run_waves(), name="waves")
 
-    async def result(self, request_id: str) -> GenerateResult:
-        future = self._done.get(request_id)
-        if future is None:
-            raise RolloutError(f"No request {request_id!r} was submitted to replica {self.replica}.")
-        try:
-            return await future
-        finally:
-            self._done.pop(request_id, None)
-            sequence = self._sequences.pop(request_id, None)
-            if sequence is not None:
-                sequence.aborted = True
-
-    async def abort_all(self) -> int:
-        for sequence in self._sequences.values():
-            sequence.aborted = True
-        return len(self._sequences)
+    def drop(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            self._running[request_id].aborted = True
 
     async def update_weights(self, version: int, weights: dict[str, Tensor]) -> str:
         async with self._compute:
@@ -103,7 +91,7 @@ class TorchReplica(RolloutReplica):
             self.policy_version = version
             return weights_digest(own)
 
-    def _admit(self, request: GenerateRequest) -> _Sequence:
+    def _make_sequence(self, request: GenerateRequest) -> _Sequence:
         params = request.sample_params
         penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
         if penalties != (1.0, 0.0, 0.0):
@@ -119,50 +107,46 @@ class TorchReplica(RolloutReplica):
     async def _run_waves(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def deliver(sequence: _Sequence) -> None:
-            loop.call_soon_threadsafe(self._deliver, sequence)
+        def finish(ended: list[_Sequence]) -> None:
+            loop.call_soon_threadsafe(self._finish, ended)
 
         while self._waiting:
             async with self._compute:
                 size = min(len(self._waiting), self.config.max_batch_size)
                 wave = [self._waiting.popleft() for _ in range(size)]
                 try:
-                    await anyio.to_thread.run_sync(self._generate, wave, deliver)
+                    await anyio.to_thread.run_sync(self._generate, wave, finish)
                 except Exception as error:  # noqa: BLE001 - reported to everyone who waits for this wave
                     self._fail(wave, error)
 
-    def _deliver(self, sequence: _Sequence) -> None:
-        future = self._done.get(sequence.request.request_id)
-        self._sequences.pop(sequence.request.request_id, None)
-        if future is None or future.done():
-            return
-        future.set_result(
-            GenerateResult(
+    def _finish(self, ended: list[_Sequence]) -> None:
+        for sequence in ended:
+            del self._running[sequence.request.request_id]
+            result = GenerateResult(
                 token_ids=sequence.token_ids,
                 logprobs=sequence.logprobs,
                 finish_reason=sequence.finish_reason or "abort",
                 policy_versions=[self.policy_version] * len(sequence.token_ids),
             )
-        )
+            self.deliver(sequence.request.request_id, result)
 
     def _fail(self, wave: list[_Sequence], error: Exception) -> None:
+        logger.error("a wave of %d requests failed", len(wave), exc_info=error)
         for sequence in wave:
-            future = self._done.get(sequence.request.request_id)
-            self._sequences.pop(sequence.request.request_id, None)
-            if future is not None and not future.done():
-                future.set_exception(error)
+            if self._running.pop(sequence.request.request_id, None) is not None:
+                self.deliver(sequence.request.request_id, RolloutError(f"{type(error).__name__}: {error}"))
 
     @torch.inference_mode()
-    def _generate(self, wave: list[_Sequence], deliver: Any) -> None:
+    def _generate(self, wave: list[_Sequence], finish: Callable[[list[_Sequence]], None]) -> None:
         rows = wave
         cache, mask, positions, logits = self._prefill(rows)
         step = 0
         while True:
             tokens = self._sample(rows, logits, step)
             step += 1
-            for sequence in rows:
-                if sequence.finish_reason is None and self._has_ended(sequence):
-                    deliver(sequence)
+            ended = [sequence for sequence in rows if sequence.finish_reason is None and self._has_ended(sequence)]
+            if ended:
+                finish(ended)
             alive = [i for i, sequence in enumerate(rows) if sequence.finish_reason is None]
             if not alive:
                 return
