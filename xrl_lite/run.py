@@ -94,7 +94,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
                 stop.cancel = starting.cancel  # until the first step there is nothing to finish
                 model_path = await prepare_model(config, system, reporter)
                 trainer = await build_trainer(config, data, model_path, folder, system, reporter, callback, stop)
-                # what is loaded by now stays: a full collection would walk over all of it, 0.2 s in the middle of a step
+                # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
                 gc.freeze()
                 summary = await trainer.fit(checkpoint)
         reporter.summary(list(folder.metrics()), folder.path)

@@ -28,6 +28,7 @@ class Settings(BaseModel):
         use_attribute_docstrings=True,
         arbitrary_types_allowed=True,
         protected_namespaces=(),
+        defer_build=True,  # the tree is built once, when a config is read, not once per class on import
     )
 
 

@@ -1,7 +1,7 @@
 """Where the time of the quickstart goes, and how fast it is beside TRL's GRPOTrainer on the same work.
 
     python examples/benchmarks/quickstart.py                 # split of a step, start-up, import
-    python examples/benchmarks/quickstart.py --trl           # also TRL (pip install trl), same model, task, batch, length
+    python examples/benchmarks/quickstart.py --trl           # also TRL (pip install trl): same model, task and batch
     python examples/benchmarks/quickstart.py --install       # also the size of a core install, in a fresh environment
     python examples/benchmarks/quickstart.py --learn 0 1 2   # whole learning runs with these seeds
 
@@ -62,7 +62,7 @@ def measure_import() -> dict[str, Any]:
     loads_torch = python("-c", code).stdout.strip()
     empty = median(timed("-c", "pass") for _ in range(5))
     whole = median(timed("-c", "import xrl_lite") for _ in range(5))
-    config = "from pathlib import Path; from xrl_lite.config import load_config; load_config(Path('configs/quickstart.yaml'))"
+    config = f"import pathlib, xrl_lite.config as c; c.load_config(pathlib.Path({str(CONFIG)!r}))"
     return {
         "xrl_lite_s": round(whole - empty, 3),
         "reading_a_config_s": round(median(timed("-c", config) for _ in range(3)) - empty, 3),
@@ -72,7 +72,7 @@ def measure_import() -> dict[str, Any]:
 
 def measure_ours(config: Path, steps: int, folder: Path) -> dict[str, Any]:
     """Medians of the parts of a step, and the time from the command to the first step, with and without warm-up."""
-    cold = run_to_end(config, folder, "cold", "trainer.num_steps=1", "evaluation.at_start=false", cache="new")
+    cold = run_to_end(config, folder, "cold", "trainer.num_steps=1", "evaluation.at_start=false")
     warm = run_to_end(
         config, folder, "warm", f"trainer.num_steps={steps}", "evaluation.at_start=false", "evaluation.every_steps=0"
     )
@@ -108,9 +108,9 @@ def measure_learning(config: Path, seed: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def run_to_end(config: Path, folder: Path, name: str, *overrides: str, cache: str = "cache") -> dict[str, Any]:
+def run_to_end(config: Path, folder: Path, name: str, *overrides: str) -> dict[str, Any]:
     """Run the command line; return metrics and times."""
-    settings = [f"name={name}", f"output_dir={folder}", f"model.cache_dir={folder / cache}", *overrides]
+    settings = [f"name={name}", f"output_dir={folder}", f"model.cache_dir={folder / 'cache'}", *overrides]
     started = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-m", "xrl_lite.cli", "train", str(config), *settings],

@@ -91,6 +91,25 @@ async def test_a_reward_function_that_always_raises_stops_the_run_with_its_trace
         await train(tmp_path, tiny_model_folder, **{"task.judger_config": judger, "evaluation": {}})
 
 
+async def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(tmp_path: Path, tiny_model_folder: Path) -> None:
+    records = await train(tmp_path, tiny_model_folder)
+    config = run_config(tmp_path, tiny_model_folder)
+    metrics = await run.evaluate(config, config.folder / "checkpoints" / "step_000003", reporter=Silent())
+    assert metrics["eval/sampled/score"] == records[-1]["eval/sampled/score"]
+    assert metrics["eval/sampled/mean_length"] == records[-1]["eval/sampled/mean_length"]
+
+
+async def test_auto_starts_a_run_over_that_never_came_to_a_checkpoint(tmp_path: Path, tiny_model_folder: Path) -> None:
+    folder = run_config(tmp_path, tiny_model_folder).folder
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: test")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    changes = {"checkpoint": {"resume": "auto"}, "trainer.num_steps": 1, "evaluation": {}}
+    records = await train(tmp_path, tiny_model_folder, **changes)
+    assert [record["step"] for record in records] == [1]
+    assert "loss" in records[0]
+
+
 async def test_gsm8k_rows_are_trained_on(tmp_path: Path, tiny_model_folder: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", gsm8k_rows(32))
     records = await train(

@@ -121,6 +121,28 @@ def test_trajectories_without_signal_cost_nothing_and_change_nothing(tiny_model_
     assert weights_digest(worker.export_weights()) == before
 
 
+def test_a_group_without_signal_counts_in_the_mean_over_tokens(tiny_model_folder: Path) -> None:
+    def grad_norm(batch: TrainBatch) -> float:
+        worker = EngineWorker(config=EngineConfig(), model_path=str(tiny_model_folder), num_updates=1, seed=0)
+        return worker.train_batch(batch)["grad_norm"]
+
+    batch = make_batch()
+    flat = [0.0 if group else advantage for group, advantage in zip(batch.groups, batch.advantages, strict=True)]
+    live = batch.select([i for i, group in enumerate(batch.groups) if group == 0])
+    share = sum(map(len, live.responses)) / sum(map(len, batch.responses))
+    mixed = TrainBatch(**{**vars(batch), "advantages": flat})
+    assert grad_norm(mixed) == pytest.approx(grad_norm(live) * share, rel=1e-4)
+
+
+def test_the_schedule_goes_on_in_steps_without_signal(tiny_model_folder: Path) -> None:
+    config = EngineConfig(optimizer=OptimizerConfig(learning_rate=1.0, schedule="linear"), num_mini_batches=2)
+    worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=8, seed=0)
+    batch = make_batch()
+    flat = TrainBatch(**{**vars(batch), "advantages": [0.0] * len(batch)})
+    rates = [worker.train_batch(flat)["learning_rate"] for _ in range(4)]
+    assert rates == pytest.approx([0.9375, 0.6875, 0.4375, 0.1875])
+
+
 def test_several_updates_per_step_use_the_logprobs_from_before(tiny_model_folder: Path) -> None:
     config = EngineConfig(num_mini_batches=3, num_epochs=2, optimizer=OptimizerConfig(learning_rate=1e-2))
     worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=6, seed=0)

@@ -38,7 +38,7 @@ class Resources:
 
 
 class _ResourcesConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, defer_build=True)
 
 
 class CPUResourcesConfig(_ResourcesConfig):

@@ -37,7 +37,7 @@ class Status(Enum):
 class SampleParams(BaseModel):
     """How one response is sampled."""
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, defer_build=True)
 
     n: int = Field(default=1, ge=1)
     """Responses per request; groups are made by the sampler, so this stays 1."""
@@ -86,7 +86,9 @@ class SampleParams(BaseModel):
 class MultimodalInfo(BaseModel):
     """Images that belong to a prompt."""
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True, defer_build=True
+    )
 
     pixel_values: Any = None
     """Pixel values as the processor made them."""
@@ -99,7 +101,7 @@ class MultimodalInfo(BaseModel):
 class RolloutFunctionCall(BaseModel):
     """The function half of a tool call."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     name: str
     arguments: dict[str, Any] = Field(default_factory=dict[str, Any])
@@ -109,7 +111,7 @@ class RolloutFunctionCall(BaseModel):
 class RolloutToolCall(BaseModel):
     """One tool call the model made."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     id: str
     type: str = "function"
@@ -119,7 +121,9 @@ class RolloutToolCall(BaseModel):
 class RolloutState(BaseModel):
     """One attempt at one prompt."""
 
-    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True, defer_build=True
+    )
 
     # --- data
     message: list[dict[str, Any]]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from xrl_lite.actors import ActorSystem
 
+
 class TrainingController:
     """Starts the ranks and speaks to them.
 
