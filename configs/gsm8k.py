@@ -22,9 +22,7 @@ judger_config = GSM8KJudgerConfig(
 task_config = TaskSpecConfig(
     task_name="gsm8k",
     sampler_config=SamplerConfig(
-        data=DataConfig(
-            dataset="openai/gsm8k", dataset_config="main", split="train", question_suffix=QUESTION_SUFFIX
-        ),
+        data=DataConfig(dataset="openai/gsm8k", dataset_config="main", split="train", question_suffix=QUESTION_SUFFIX),
         prompt_repeat_k=8,
         max_prompt_tokens=512,
     ),
