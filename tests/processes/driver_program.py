@@ -59,4 +59,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a parent that ignores it (nohup) hands that down
     main()

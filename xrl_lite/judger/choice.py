@@ -36,15 +36,6 @@ JUDGERS: Registry[type[BaseModel]] = Registry(
 """Kinds of judgers by the name in ``type``. User code adds its own with ``@JUDGERS.register("name")``."""
 
 
-def type_name(config: BaseModel) -> str:
-    """Return what to write as ``type`` to get settings of this class: a registered name or a path."""
-    kind = type(config)
-    for name in JUDGERS:
-        if JUDGERS.resolve(name) is kind:
-            return name
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
 def _choose(given: Mapping[str, Any]) -> type[BaseModel]:
     name = given.get("type", "composed" if "branches" in given else DEFAULT_TYPE)
     if not isinstance(name, str):
@@ -81,7 +72,7 @@ def _dump(config: Any, info: SerializationInfo) -> Any:
         exclude_defaults=info.exclude_defaults,
         exclude_none=info.exclude_none,
     )
-    return {"type": type_name(config), **values}
+    return {"type": JUDGERS.name_of(type(config)), **values}
 
 
 if not TYPE_CHECKING:
