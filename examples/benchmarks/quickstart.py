@@ -3,7 +3,7 @@
     python examples/benchmarks/quickstart.py                 # split of a step, start-up, import
     python examples/benchmarks/quickstart.py --trl           # also TRL (pip install trl): same model, task and batch
     python examples/benchmarks/quickstart.py --install       # also the size of a core install, in a fresh environment
-    python examples/benchmarks/quickstart.py --learn 0 1 2   # whole learning runs with these seeds
+    python examples/benchmarks/quickstart.py --learn 0 1 2   # instead: whole learning runs with these seeds
 
 Figures are medians; every comparison is a ratio of two figures of one call of this script.
 """
@@ -39,21 +39,26 @@ def main() -> None:
     parser.add_argument("--learn", type=int, nargs="*", default=[], metavar="SEED", help="whole learning runs")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"import": measure_import()}
+    figures: dict[str, Any] = {}
+
+    def add(name: str, figure: Any) -> None:
+        figures[name] = figure
+        print(json.dumps({name: figure}, indent=2), flush=True)
+
+    add("import", measure_import())
     with tempfile.TemporaryDirectory() as folder:
-        figures["ours"] = measure_ours(options.config, options.steps, Path(folder))
-        for seed in options.learn:
-            figures[f"learning, seed {seed}"] = measure_learning(options.config, seed, Path(folder))
+        if not options.learn or options.trl:
+            add("ours", measure_ours(options.config, options.steps, Path(folder)))
         if options.trl:
-            figures["trl"] = measure_trl(options.config, options.steps)
+            add("trl", measure_trl(options.config, options.steps))
             ours, theirs = figures["ours"]["step_s"], figures["trl"]["step_s"]
-            figures["steps per second, ours / TRL"] = round(theirs / ours, 2)
+            add("steps per second, ours / TRL", round(theirs / ours, 2))
+        for seed in options.learn:
+            add(f"learning, seed {seed}", measure_learning(options.config, seed, Path(folder)))
     if options.install:
-        figures["core install, MB"] = measure_install()
-    text = json.dumps(figures, indent=2)
-    print(text)
+        add("core install, MB", measure_install())
     if options.json:
-        options.json.write_text(text)
+        options.json.write_text(json.dumps(figures, indent=2))
 
 
 def measure_import() -> dict[str, Any]:

@@ -30,9 +30,12 @@ def driver(how: str) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
         start_new_session=True,
     ) as process:
         assert process.stdout is not None
-        below = [int(pid) for pid in process.stdout.readline().split()]
-        assert len(below) >= 7
-        yield process, below
+        try:
+            below = [int(pid) for pid in process.stdout.readline().split()]
+            assert len(below) >= 7
+            yield process, below
+        finally:
+            process.kill()  # where the test failed: a driver that lives keeps its actors
 
 
 def living(pids: list[int]) -> list[int]:
