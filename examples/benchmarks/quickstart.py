@@ -50,8 +50,10 @@ def main() -> None:
         if not options.learn or options.trl:
             add("ours", measure_ours(options.config, options.steps, Path(folder)))
         if options.trl:
+            # TRL makes one update per step, so ours does too here
+            add("ours, one update per step", measure_step(options.config, options.steps, Path(folder)))
             add("trl", measure_trl(options.config, options.steps))
-            ours, theirs = figures["ours"]["step_s"], figures["trl"]["step_s"]
+            ours, theirs = figures["ours, one update per step"]["step_s"], figures["trl"]["step_s"]
             add("steps per second, ours / TRL", round(theirs / ours, 2))
         for seed in options.learn:
             add(f"learning, seed {seed}", measure_learning(options.config, seed, Path(folder)))
@@ -95,6 +97,14 @@ def measure_ours(config: Path, steps: int, folder: Path) -> dict[str, Any]:
             median(record["time/other"] / record["time/step"] for record in records), 4
         ),
     }
+
+
+def measure_step(config: Path, steps: int, folder: Path) -> dict[str, float]:
+    """Median step with one update per step."""
+    changes = ("engine.num_mini_batches=1", "evaluation.at_start=false", "evaluation.every_steps=0")
+    result = run_to_end(config, folder, "one-update", f"trainer.num_steps={steps}", *changes)
+    records = [record for record in result["records"] if "loss" in record][SKIPPED_STEPS:]
+    return {"step_s": round(median(record["time/step"] for record in records), 4)}
 
 
 def measure_learning(config: Path, seed: int, folder: Path) -> dict[str, Any]:
