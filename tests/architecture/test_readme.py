@@ -1,0 +1,40 @@
+"""The README's commands are the ones that are run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from xrl_lite.config import load_config
+from xrl_lite.judger import JudgerConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_it_opens_with_two_commands_and_ci_runs_the_second() -> None:
+    train, test = (block.strip() for block in blocks("bash")[:2])
+    assert train.endswith("xrl-lite train configs/quickstart.yaml")
+    assert test in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("line", re.findall(r"^xrl-lite train (configs/\S+) (\S+=\S+)", README, re.MULTILINE))
+def test_shown_overrides_are_understood(line: tuple[str, str]) -> None:
+    config, override = line
+    load_config(ROOT / config, [override])
+
+
+def test_the_shown_judger_is_one(tmp_path: Path) -> None:
+    (block,) = blocks("yaml")
+    rewards = tmp_path / "my_rewards.py"
+    rewards.write_text("def score(response, label, extra_info):\n    return {'score': 1.0}\n")
+    settings = yaml.safe_load(block)["judger_config"]
+    settings["reward_handler"] = settings["reward_handler"].replace("my_rewards.py", str(rewards))
+    assert JudgerConfig.model_validate(settings).request_timeout == 30
