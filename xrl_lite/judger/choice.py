@@ -72,7 +72,7 @@ def _dump(config: Any, info: SerializationInfo) -> Any:
         exclude_defaults=info.exclude_defaults,
         exclude_none=info.exclude_none,
     )
-    return {"type": JUDGERS.name_of(type(config)), **values}
+    return {"type": JUDGERS.name_of(cast("type[BaseModel]", type(config))), **values}
 
 
 if not TYPE_CHECKING:
