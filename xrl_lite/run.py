@@ -26,7 +26,7 @@ from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_
 from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.config import RunConfig, dump_config
-from xrl_lite.config.check import CheckedData, check_data, check_model, check_resources
+from xrl_lite.config.check import CheckedData, check_data, check_installed, check_model, check_resources
 from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder
 from xrl_lite.engine.controller import TrainingController
@@ -70,6 +70,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
         RunError, ActorError, JudgerError, WeightSyncError, CheckpointError: the run cannot go on.
     """
     reporter = reporter or ConsoleReporter()
+    check_installed()
     data = check_data(config)
     check_model(config)
     check_resources(config, data.judger_config)
@@ -158,6 +159,7 @@ async def evaluate(
         ConfigError: there are no held-out rows, or the checkpoint holds no model.
     """
     reporter = reporter or ConsoleReporter()
+    check_installed()
     data = check_data(config)
     check_model(config)
     check_resources(config, data.judger_config)

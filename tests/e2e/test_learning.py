@@ -15,11 +15,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.process, pytest.mark.timeout(900)]
 
 
 def accuracies(config: str, folder: Path, *overrides: str) -> dict[str, tuple[float, float]]:
-    """Run a shipped config; return accuracy before and after, by way of sampling."""
-    command = [sys.executable, "-m", "xrl_lite.cli", "train", f"configs/{config}", f"output_dir={folder}"]
-    result = subprocess.run([*command, *overrides], cwd=ROOT, capture_output=True, text=True, check=False)
+    """Run a shipped config, warm-up included; return accuracy before and after, by way of sampling."""
+    settings = [f"output_dir={folder / 'runs'}", f"model.cache_dir={folder / 'models'}", *overrides]
+    command = [sys.executable, "-m", "xrl_lite.cli", "train", f"configs/{config}", *settings]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-    (metrics,) = folder.glob("*/metrics.jsonl")
+    (metrics,) = folder.glob("runs/*/metrics.jsonl")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     found = [record for record in records if "eval/sampled/accuracy" in record]
     return {
@@ -28,12 +29,12 @@ def accuracies(config: str, folder: Path, *overrides: str) -> dict[str, tuple[fl
 
 
 def test_quickstart_learns_to_sort(tmp_path: Path) -> None:
-    measured = accuracies("quickstart.yaml", tmp_path / "runs")
+    measured = accuracies("quickstart.yaml", tmp_path)
     assert measured["sampled"][0] < 0.5
     assert measured["sampled"][1] >= 0.9, measured
     assert measured["greedy"][1] >= 0.9, measured
 
 
 def test_addition_is_learned(tmp_path: Path) -> None:
-    measured = accuracies("addition.yaml", tmp_path / "runs")
+    measured = accuracies("addition.yaml", tmp_path)
     assert measured["greedy"][1] >= 0.85, measured

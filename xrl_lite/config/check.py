@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus
@@ -11,7 +12,7 @@ from xrl_lite.config.run_config import RunConfig
 from xrl_lite.data import Row, load_rows
 from xrl_lite.data.tokenizer import check_model_folder
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
-from xrl_lite.errors import ResourceError
+from xrl_lite.errors import ConfigError, ResourceError
 from xrl_lite.judger import AnyJudgerConfig
 from xrl_lite.judger.config import leaves
 from xrl_lite.judger.data_sources import check_routes, judger_for
@@ -52,6 +53,17 @@ def check_data(config: RunConfig) -> CheckedData:
     judger_config = config.task.judger_config or judger_for(sources)
     check_routes(judger_config, sources)
     return CheckedData(train=train_rows, evaluation=evaluation_rows, judger_config=judger_config)
+
+
+def check_installed(modules: tuple[str, ...] = ("torch", "transformers")) -> None:
+    """Check that what a run needs beyond the core is installed, without importing it.
+
+    Raises:
+        ConfigError: it is not; says how to install it.
+    """
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"A run needs {' and '.join(missing)}. Install them with: pip install 'xrl-lite[train]'")
 
 
 def check_model(config: RunConfig) -> None:

@@ -13,6 +13,8 @@ import yaml
 import xrl_lite
 from tests.build import run_settings, write_rows
 from xrl_lite.cli import EXIT_ERROR, EXIT_USAGE, main
+from xrl_lite.config.check import check_installed
+from xrl_lite.errors import ConfigError
 
 
 def make_model_folder(folder: Path, *, tokenizer: bool = True, template: bool = True) -> Path:
@@ -123,6 +125,11 @@ def test_model_folder_that_lacks_something(
 
 def test_model_folder_without_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no config.json" in complaint(capsys, "train", write(tmp_path), f"model.path={tmp_path}")
+
+
+def test_what_is_not_installed_is_named_with_its_cure() -> None:
+    with pytest.raises(ConfigError, match=r"A run needs no_such_module\. .*pip install 'xrl-lite\[train\]'"):
+        check_installed(("json", "no_such_module"))
 
 
 def test_torn_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
