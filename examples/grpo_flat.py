@@ -6,8 +6,8 @@
 A small transformer is built and warmed up from nothing. Then, in every step: draw prompts, sample a group of responses
 to each, score them, compare each response with the rest of its group, and make one update that raises the probability
 of the better ones. Task, tiny model, judger and algorithms are the ones that ``xrl-lite train`` uses. The recipes are
-those of ``configs/quickstart.yaml`` and ``configs/addition.yaml`` with one update per step instead of two, and so with a
-higher learning rate and more steps.
+those of ``configs/quickstart.yaml`` and ``configs/addition.yaml``, but with one update per step instead of two, a
+higher learning rate, and more steps.
 
 What it leaves out, and ``xrl_lite/run.py`` has: generation, judging and training in processes of their own that may
 crash or hang without ending the run; asynchronous rollouts and their staleness; micro-batches and several ranks; more
