@@ -121,6 +121,18 @@ def test_parquet_of_verl(tmp_path: Path) -> None:
     assert [row.ground_truth for row in loaded] == ["0", "1", "2"]
 
 
+def test_a_data_set_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "my_data"
+    folder.mkdir()
+    write_rows(folder / "train.jsonl", gsm8k_rows(3))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = load_rows(DataConfig(dataset=str(folder), split="train"))
+    assert [row.ground_truth for row in rows] == ["1", "3", "5"]
+    with pytest.raises(DataError, match="load_dataset"):
+        load_rows(DataConfig(dataset=str(tmp_path / "nowhere"), split="train"))
+
+
 def test_exactly_one_origin() -> None:
     with pytest.raises(ValidationError, match="exactly one of path, dataset and task"):
         DataConfig(path=Path("rows.jsonl"), task="addition")
