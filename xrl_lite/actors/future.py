@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from xrl_lite.actors.payload import Packed, unpack
@@ -88,9 +88,14 @@ class CallFuture(Generic[T]):
 
     def cancel(self) -> bool:
         """End the future as cancelled, and the call behind it. Return False if it had ended before."""
-        cancel_call = self._cancel_call
-        if not self._end(cancelled=True):
-            return False
+        with self._lock:
+            if self._done:
+                return False
+            self._cancelled = True
+            cancel_call = self._cancel_call
+            callbacks = self._finish()
+        for callback in callbacks:
+            callback(self)
         if cancel_call is not None:
             cancel_call()
         return True
@@ -105,36 +110,43 @@ class CallFuture(Generic[T]):
 
     def set_packed(self, packed: Packed) -> bool:
         """End with a result that whoever asks first unpacks, in his own thread; False if it had ended before."""
-        return self._end(packed=packed)
-
-    def set_result(self, value: T) -> bool:
-        """End with a result; False if it had ended before."""
-        return self._end(value=value)
-
-    def set_exception(self, error: BaseException) -> bool:
-        """End with an exception; False if it had ended before."""
-        return self._end(error=error)
-
-    def _end(
-        self,
-        *,
-        value: Any = _PENDING,
-        packed: Packed | None = None,
-        error: BaseException | None = None,
-        cancelled: bool = False,
-    ) -> bool:
         with self._lock:
             if self._done:
                 return False
-            self._value, self._packed, self._error, self._cancelled = value, packed, error, cancelled
-            self._done = True
-            callbacks, self._callbacks = self._callbacks, []
-        self._cancel_call = (
-            None  # it refers to the call, and the call to us: its payload must not wait for the collector
-        )
+            self._packed = packed
+            callbacks = self._finish()
         for callback in callbacks:
             callback(self)
         return True
+
+    def set_result(self, value: T) -> bool:
+        """End with a result; False if it had ended before."""
+        with self._lock:
+            if self._done:
+                return False
+            self._value = value
+            callbacks = self._finish()
+        for callback in callbacks:
+            callback(self)
+        return True
+
+    def set_exception(self, error: BaseException) -> bool:
+        """End with an exception; False if it had ended before."""
+        with self._lock:
+            if self._done:
+                return False
+            self._error = error
+            callbacks = self._finish()
+        for callback in callbacks:
+            callback(self)
+        return True
+
+    def _finish(self) -> list[Callable[[CallFuture[T]], None]]:
+        """Mark it as ended, under the lock; return whom to tell."""
+        self._done = True
+        callbacks, self._callbacks = self._callbacks, []
+        self._cancel_call = None  # it refers to the call, and the call to us: no payload may wait for the collector
+        return callbacks
 
     def _call_when_done(self, callback: Callable[[CallFuture[T]], None]) -> None:
         with self._lock:
@@ -179,7 +191,10 @@ class _Waker:
         self.waiter = waiter
 
     def __call__(self, _future: CallFuture[Any]) -> None:
-        if _together.wakers is not None:
+        if asyncio._get_running_loop() is self.loop:
+            if not self.waiter.done():
+                self.waiter.set_result(None)
+        elif _together.wakers is not None:
             _together.wakers.append(self)
         else:
             _wake_on(self.loop, [self.waiter])
@@ -192,18 +207,19 @@ class _Together(threading.local):
 _together = _Together()
 
 
-@contextmanager
-def wake_together() -> Generator[None, None, None]:
-    """Wake the tasks of all futures that end inside with one system call for each loop.
+class WakeTogether:
+    """Wakes the tasks of all futures that end inside with one system call for each loop.
 
     Every such call lets go of the interpreter lock, and the woken loop would take it for a single future.
     """
-    wakers: list[_Waker] = []
-    _together.wakers = wakers
-    try:
-        yield
-    finally:
-        _together.wakers = None
+
+    def __enter__(self) -> None:
+        _together.wakers = []
+
+    def __exit__(self, *_: object) -> None:
+        wakers, _together.wakers = _together.wakers, None
+        if not wakers:
+            return
         by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         for waker in wakers:
             by_loop.setdefault(waker.loop, []).append(waker.waiter)

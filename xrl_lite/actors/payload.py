@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import io
-import os
+import itertools
 import pickle
 import struct
+import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_impl
 
 from xrl_lite.actors.culprit import locate
-from xrl_lite.actors.segments import THRESHOLD_BYTES, Segment
+from xrl_lite.actors.segments import HEADER_BYTES, THRESHOLD_BYTES, BlockPool, Segment, end_of, place
 from xrl_lite.actors.tensors import DispatchTable, tensor_reducers
 from xrl_lite.errors import PayloadError
 
@@ -28,16 +29,17 @@ MAX_SHARED = 100
 
 _PROTOCOL = 5
 _PLACE = struct.Struct("<QQ")
-_TABLE = struct.Struct("<QI")
+_TABLE = struct.Struct("<QI?")
 _STACK_GLOBAL = 0x93
 NameParts = Callable[[], Mapping[str, object]]
 
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError, NotImplementedError)
 
+_blocks = BlockPool()
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """A pickled object, ready to be sent any number of times."""
+
+class Packed(NamedTuple):
+    """A pickled object, ready to be sent."""
 
     body: bytes
     """The pickle itself; or, where `own_segment`, the place of the table inside the segment."""
@@ -80,7 +82,7 @@ class SharedValue:
 
 def share(value: object) -> SharedValue:
     """Pickle `value` once, so that it can be sent to many actors, or sent on, without copying it again."""
-    return SharedValue(pack(value, name="value"))
+    return SharedValue(pack(value, name="value", once=False))
 
 
 class _Travelling(threading.local):
@@ -115,9 +117,7 @@ def _shared_value(body: bytes, places: list[int], own_segment: bool) -> SharedVa
     return SharedValue(Packed(body, tuple(map(came_along, places)), own_segment))
 
 
-def pack(
-    value: object, *, name: str, names: Callable[[], Mapping[str, object]] | None = None, code: bool = False
-) -> Packed:
+def pack(value: object, *, name: str, names: NameParts | None = None, code: bool = False, once: bool = True) -> Packed:
     """Pickle `value`.
 
     Args:
@@ -125,6 +125,7 @@ def pack(
         name: What an error calls the value.
         names: Gives the parts of `value` by the names an error should use (parameter names of a call).
         code: The value holds classes or functions to be carried by value, so start with cloudpickle.
+        once: It is unpickled once at most, so that its large buffers may lie in memory that is used again.
 
     Raises:
         PayloadError: something in it cannot be pickled; the message says where.
@@ -138,34 +139,38 @@ def pack(
         _refuse(error, names() if names is not None else {name: value})
     finally:
         _travelling.collected = outer
+    if not buffers and len(data) <= THRESHOLD_BYTES and not collected:
+        return Packed(data)
     if len(collected) > MAX_SHARED:
         raise PayloadError(
             f"A message may carry at most {MAX_SHARED} shared values, got {len(collected)}. Share them as one."
         )
     if not buffers and len(data) <= THRESHOLD_BYTES:
         return Packed(data, tuple(collected))
-    segment, places = Segment.write([memoryview(data), *buffers])
-    table = b"".join(_PLACE.pack(*place) for place in places)
-    return Packed(_append(segment, table, len(places)), (segment, *collected), own_segment=True)
+    segment, body = _write([memoryview(data), *buffers], lent=once)
+    return Packed(body, (segment, *collected), own_segment=True)
 
 
-def _append(segment: Segment, table: bytes, count: int) -> bytes:
-    os.pwrite(segment.fd, table, segment.size_bytes)
-    body = _TABLE.pack(segment.size_bytes, count)
-    segment.size_bytes += len(table)
-    return body
+def _write(parts: list[memoryview], *, lent: bool) -> tuple[Segment, bytes]:
+    """Write the pickle, its buffers, and a table of where they lie; return also what tells where the table lies."""
+    places = place([part.nbytes for part in parts], HEADER_BYTES if lent else 0)
+    table = b"".join(itertools.starmap(_PLACE.pack, places))
+    table_place = place([len(table)], end_of(places))
+    write = _blocks.write if lent else Segment.write
+    segment = write([*parts, memoryview(table)], places + table_place)
+    return segment, _TABLE.pack(table_place[0][0], len(places), lent)
 
 
 def unpack(packed: Packed) -> Any:
-    """Return the object. Large buffers in it are views of shared memory, private to this process."""
+    """Return the object. Large buffers in it are views of shared memory that nobody else writes to."""
     outer = _travelling.received
     try:
         if not packed.own_segment:
             _travelling.received = packed.segments
             return pickle.loads(packed.body)
         _travelling.received = packed.segments[1:]
-        memory = packed.segments[0].view()
-        start, count = _TABLE.unpack(packed.body)
+        start, count, lent = _TABLE.unpack(packed.body)
+        memory = packed.segments[0].borrow() if lent else packed.segments[0].view()
         places = [_PLACE.unpack_from(memory, start + index * _PLACE.size) for index in range(count)]
         parts = [memory[offset : offset + length] for offset, length in places]
         return pickle.loads(parts[0], buffers=parts[1:])
@@ -185,7 +190,7 @@ class _CodePickler(cloudpickle.Pickler):
 
 
 def _learn_tensors() -> bool:
-    if not _reducers:
+    if not _reducers and "torch" in sys.modules:
         _reducers.update(reducers := tensor_reducers())
         if reducers:
             base = cast("Any", cloudpickle.Pickler).dispatch_table
