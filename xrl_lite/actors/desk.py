@@ -24,7 +24,7 @@ from xrl_lite.actors.failure import unpack_failure
 from xrl_lite.actors.future import WakeTogether
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.link import Link
-from xrl_lite.actors.wire import EMPTY, Frame, Kind
+from xrl_lite.actors.wire import Frame, Kind
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -174,8 +174,7 @@ class Desk:
     def send(self, link: Link, kind: Kind) -> None:
         """Tell the child something that is about no call."""
         with self._lock:
-            link.send(kind, 0, 0, EMPTY)
-            link.flush()
+            link.tell(kind)
 
     def close(self, link: Link) -> list[Call]:
         """Read what a dead child has left, and close its link.
@@ -259,8 +258,7 @@ class Desk:
             if not self.is_running(call) or not link.open:
                 return False
             link.page.cancel(call.slot)
-            link.send(Kind.CANCEL, call.call_id, call.slot, EMPTY)
-            link.flush()
+            link.tell(Kind.CANCEL, call.call_id, call.slot)
         return True
 
     def while_running(self, call: Call, act: Callable[[], None]) -> None:
@@ -285,9 +283,8 @@ class Desk:
             self._hub.post(self._look)
 
     def _hand_over(self, link: Link, call: Call, kind: Kind) -> None:
-        call.slot = slot = link.take_slot()
         self._running[call.call_id] = call
-        link.send(kind, call.call_id, slot, call.packed)
+        call.slot = link.send(kind, call.call_id, call.packed)
         if call.timeout_s is not None and time.monotonic() + call.timeout_s < self._next_check:
             self._next_check = time.monotonic() + call.timeout_s
             self._hub.post(self._on_limit)

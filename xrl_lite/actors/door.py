@@ -148,7 +148,7 @@ class _Visitor:
         future.set_canceller(functools.partial(self._cancel, call))
         self._calls[frame.call_id] = future
         self._submit(call)
-        future.add_done_callback(lambda done: self._hub.post(self._reply, frame.call_id, done))
+        future.when_done(lambda done: self._hub.post(self._reply, frame.call_id, done))
 
     def _reply(self, call_id: int, future: CallFuture[Any]) -> None:
         if self._closed or self._calls.pop(call_id, None) is None:

@@ -184,7 +184,7 @@ class ActorMethod:
         future: CallFuture[Any] = CallFuture(self._label)
         call = Call(name, packed, future, self._timeout_s, self._retries)
         future.set_canceller(functools.partial(actor.cancel, call))
-        future.add_done_callback(self._room.leave)
+        future.when_done(self._room.leave)
         actor.submit(call)
         return future
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.slots import SlotPage
-from xrl_lite.actors.wire import Frame, FrameReader, FrameWriter, Kind
+from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
 
 _SOCKET_BYTES = 1 << 20
 
@@ -49,16 +49,18 @@ class Link:
         self._registered: set[asyncio.AbstractEventLoop] = set()
         self._register(hub.loop)
 
-    def send(self, kind: Kind, call_id: int, slot: int, packed: Packed) -> None:
-        """Queue a frame; `flush` or `flush_soon` sends it."""
-        if self.open:
-            self._writer.put(kind, call_id, slot, packed)
-
-    def take_slot(self) -> int:
-        """Occupy a free slot."""
+    def send(self, kind: Kind, call_id: int, packed: Packed) -> int:
+        """Queue a frame about a call, and return the slot that the call has from now on. `flush` sends it."""
         slot = self.free_slots.pop()
         self.page.clear(slot)
+        self._writer.put(kind, call_id, slot, packed)
         return slot
+
+    def tell(self, kind: Kind, call_id: int = 0, slot: int = 0) -> None:
+        """Send a frame that carries nothing."""
+        if self.open:
+            self._writer.put(kind, call_id, slot, EMPTY)
+            self.flush()
 
     def read(self) -> list[Frame]:
         """Return the frames that have arrived, none if there is nothing.
@@ -132,7 +134,7 @@ class Link:
 
     def _unregister(self, loop: asyncio.AbstractEventLoop) -> None:
         # before the socket is closed: a closed descriptor stays in the selector and swallows the events of the next one
-        if not loop.is_closed():
+        if loop in self._registered and not loop.is_closed():
             loop.remove_reader(self._sock)
         self._registered.discard(loop)
         self._close_if_unused()

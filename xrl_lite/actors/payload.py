@@ -13,8 +13,8 @@ import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, cast
+from dataclasses import dataclass
+from typing import Any, NoReturn, cast
 
 import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_impl
@@ -38,8 +38,9 @@ _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, ValueError, Rec
 _blocks = BlockPool()
 
 
-class Packed(NamedTuple):
-    """A pickled object, ready to be sent."""
+@dataclass(slots=True)
+class Packed:
+    """A pickled object, ready to be sent. Never changed; not frozen, since that doubles the cost of making one."""
 
     body: bytes
     """The pickle itself; or, where `own_segment`, the place of the table inside the segment."""
@@ -85,14 +86,20 @@ def share(value: object) -> SharedValue:
     return SharedValue(pack(value, name="value", once=False))
 
 
-class _Travelling(threading.local):
-    """The segments that go with the payload which this thread is packing or unpacking."""
+@dataclass(slots=True)
+class _Travelling:
+    """The segments that go with the payload which a thread is packing or unpacking."""
 
     collected: list[Segment] | None = None
     received: tuple[Segment, ...] = ()
 
 
-_travelling = _Travelling()
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.travelling = _Travelling()
+
+
+_this_thread = _PerThread()
 
 
 def send_along(segment: Segment) -> int:
@@ -101,7 +108,7 @@ def send_along(segment: Segment) -> int:
     Raises:
         PicklingError: whoever pickles is not an actor's call or result, so there is nothing to travel with.
     """
-    collected = _travelling.collected
+    collected = _this_thread.travelling.collected
     if collected is None:
         raise pickle.PicklingError("SharedValues and handles can only be sent through an actor's call or result")
     collected.append(segment)
@@ -110,7 +117,7 @@ def send_along(segment: Segment) -> int:
 
 def came_along(place: int) -> Segment:
     """Return the descriptor that came with the object that is being unpickled."""
-    return _travelling.received[place]
+    return _this_thread.travelling.received[place]
 
 
 def _shared_value(body: bytes, places: list[int], own_segment: bool) -> SharedValue:
@@ -131,14 +138,15 @@ def pack(value: object, *, name: str, names: NameParts | None = None, code: bool
         PayloadError: something in it cannot be pickled; the message says where.
     """
     buffers: list[memoryview] = []
-    outer = _travelling.collected
-    _travelling.collected = collected = list[Segment]()
+    travelling = _this_thread.travelling
+    outer = travelling.collected
+    travelling.collected = collected = []
     try:
-        data = _dumps(value, buffers, code=code)
+        data = _dumps(value, buffers, collected, code=code)
     except _UNPICKLABLE as error:
         _refuse(error, names() if names is not None else {name: value})
     finally:
-        _travelling.collected = outer
+        travelling.collected = outer
     if not buffers and len(data) <= THRESHOLD_BYTES and not collected:
         return Packed(data)
     if len(collected) > MAX_SHARED:
@@ -163,19 +171,22 @@ def _write(parts: list[memoryview], *, lent: bool) -> tuple[Segment, bytes]:
 
 def unpack(packed: Packed) -> Any:
     """Return the object. Large buffers in it are views of shared memory that nobody else writes to."""
-    outer = _travelling.received
+    if not packed.segments:
+        return pickle.loads(packed.body)
+    travelling = _this_thread.travelling
+    outer = travelling.received
     try:
         if not packed.own_segment:
-            _travelling.received = packed.segments
+            travelling.received = packed.segments
             return pickle.loads(packed.body)
-        _travelling.received = packed.segments[1:]
+        travelling.received = packed.segments[1:]
         start, count, lent = _TABLE.unpack(packed.body)
         memory = packed.segments[0].borrow() if lent else packed.segments[0].view()
         places = [_PLACE.unpack_from(memory, start + index * _PLACE.size) for index in range(count)]
         parts = [memory[offset : offset + length] for offset, length in places]
         return pickle.loads(parts[0], buffers=parts[1:])
     finally:
-        _travelling.received = outer
+        travelling.received = outer
 
 
 _reducers = DispatchTable()
@@ -190,7 +201,7 @@ class _CodePickler(cloudpickle.Pickler):
 
 
 def _learn_tensors() -> bool:
-    if not _reducers and "torch" in sys.modules:
+    if not _reducers:
         _reducers.update(reducers := tensor_reducers())
         if reducers:
             base = cast("Any", cloudpickle.Pickler).dispatch_table
@@ -198,33 +209,24 @@ def _learn_tensors() -> bool:
     return bool(_reducers)
 
 
-@dataclass(slots=True)
-class _Out:
-    """Takes the buffers that travel outside the pickle."""
-
-    buffers: list[memoryview] = field(default_factory=list[memoryview])
-
-    def take(self, buffer: pickle.PickleBuffer) -> bool:
+def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *, code: bool) -> bytes:
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        """Let large buffers travel outside the pickle."""
         raw = buffer.raw()
         if raw.nbytes < THRESHOLD_BYTES:
             return True
-        self.buffers.append(raw)
+        buffers.append(raw)
         return False
 
-
-def _dumps(value: object, buffers: list[memoryview], *, code: bool) -> bytes:
     if not code and not cloudpickle_impl.list_registry_pickle_by_value():
         try:
-            return _dump_data(value, _Out(buffers).take)
-        except _UNPICKLABLE:
+            return _dump_data(value, take)
+        except (*_UNPICKLABLE, _RefersToMainError):
             buffers.clear()
-        except _RefersToMainError:
-            buffers.clear()
-        if _travelling.collected is not None:
-            _travelling.collected.clear()
+            collected.clear()
     _learn_tensors()
     file = io.BytesIO()
-    pickler: Any = cast("Any", _CodePickler)(file, _PROTOCOL, buffer_callback=_Out(buffers).take)
+    pickler: Any = cast("Any", _CodePickler)(file, _PROTOCOL, buffer_callback=take)
     pickler.dump(value)
     return file.getvalue()
 
@@ -234,7 +236,7 @@ class _RefersToMainError(Exception):
 
 
 def _dump_data(value: object, take: Callable[[pickle.PickleBuffer], bool]) -> bytes:
-    if _learn_tensors():
+    if _reducers or ("torch" in sys.modules and _learn_tensors()):
         file = io.BytesIO()
         _DataPickler(file, _PROTOCOL, buffer_callback=take).dump(value)
         data = file.getvalue()
@@ -248,14 +250,15 @@ def _dump_data(value: object, take: Callable[[pickle.PickleBuffer], bool]) -> by
 
 def pickles(value: object) -> bool:
     """Whether `value` could be sent."""
-    outer = _travelling.collected
-    _travelling.collected = []
+    travelling = _this_thread.travelling
+    outer = travelling.collected
+    travelling.collected = collected = []
     try:
-        _dumps(value, [], code=False)
+        _dumps(value, [], collected, code=False)
     except Exception:  # noqa: BLE001 whatever a user's __reduce__ raises means no
         return False
     finally:
-        _travelling.collected = outer
+        travelling.collected = outer
     return True
 
 

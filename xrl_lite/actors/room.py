@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 
 from xrl_lite.actors.future import CallFuture
@@ -18,43 +17,46 @@ class Room:
 
     def __init__(self, max_inside: int) -> None:
         self.max_inside = max_inside
-        self.num_inside = 0
-        self._lock = threading.Lock()
+        self._inside: list[None] = []  # its append, pop and length are atomic, so there is no need for a lock
         self._waiting: deque[CallFuture[None]] = deque()
+
+    @property
+    def num_inside(self) -> int:
+        """How many places are taken."""
+        return len(self._inside)
 
     def enter(self) -> bool:
         """Take a place; False where there is none, or others wait for one."""
-        with self._lock:
-            if self.num_inside >= self.max_inside or self._waiting:
-                return False
-            self.num_inside += 1
-            return True
+        if self._waiting:
+            return False
+        return self._take()
 
     def wait(self) -> CallFuture[None]:
         """Return a future that ends when a place was taken for whoever awaits it."""
         ticket: CallFuture[None] = CallFuture("the wait for room in the actor's queue")
-        if self.enter():
-            ticket.set_result(None)
-            return ticket
-        with self._lock:
-            self._waiting.append(ticket)
-        self._admit()  # a place may have become free in between
+        self._waiting.append(ticket)
+        self._admit()
         return ticket
 
     def leave(self, _call: object = None) -> None:
         """Give a place back."""
-        with self._lock:
-            self.num_inside -= 1
+        self._inside.pop()
         if self._waiting:
             self._admit()
 
+    def _take(self) -> bool:
+        self._inside.append(None)
+        if len(self._inside) > self.max_inside:
+            self._inside.pop()
+            return False
+        return True
+
     def _admit(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting or self.num_inside >= self.max_inside:
-                    return
+        while self._waiting and self._take():
+            try:
                 ticket = self._waiting.popleft()
-                self.num_inside += 1
+            except IndexError:  # another thread was faster
+                self._inside.pop()
+                return
             if not ticket.set_result(None):  # cancelled in the meantime
-                with self._lock:
-                    self.num_inside -= 1
+                self._inside.pop()

@@ -12,8 +12,8 @@ import os
 import socket
 import struct
 from collections import deque
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
 
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.segments import Mappings, Segment
@@ -48,7 +48,8 @@ class Kind(IntEnum):
     """To the driver: the call was ended as asked, or never begun."""
 
 
-class Frame(NamedTuple):
+@dataclass(slots=True)
+class Frame:
     """One message."""
 
     kind: Kind
@@ -59,13 +60,6 @@ class Frame(NamedTuple):
 
 EMPTY = Packed(b"")
 _KINDS = {int(kind): kind for kind in Kind}
-
-
-def encode(kind: Kind, call_id: int, slot: int, packed: Packed) -> bytes:
-    """Return the bytes of a frame; the descriptors of its segments go with them."""
-    body, segments, own_segment = packed
-    flags = len(segments) | _OWN_SEGMENT if own_segment else len(segments)
-    return _HEADER.pack(len(body), call_id, slot, kind, flags) + body
 
 
 class FrameReader:
@@ -149,7 +143,10 @@ class FrameWriter:
 
     def put(self, kind: Kind, call_id: int, slot: int, packed: Packed) -> None:
         """Queue a frame. Its segments stay open until it has left."""
-        self._out.append((encode(kind, call_id, slot, packed), packed))
+        body, flags = packed.body, 0
+        if packed.segments:
+            flags = len(packed.segments) | _OWN_SEGMENT if packed.own_segment else len(packed.segments)
+        self._out.append((_HEADER.pack(len(body), call_id, slot, kind, flags) + body, packed))
 
     def flush(self, flags: int = socket.MSG_DONTWAIT) -> None:
         """Send what the socket takes.
