@@ -185,6 +185,10 @@ class CallFuture(Generic[T]):
         """Return the result of an ended future as it arrived, to be sent on; None if it did not arrive packed."""
         return self._packed
 
+    def _make_cancelled_error(self) -> asyncio.CancelledError:
+        """What `asyncio.gather` asks a cancelled future for."""
+        return asyncio.CancelledError()
+
     # Several threads may end, await and watch the same future. There is no lock: each step that only one of them may
     # take is one operation on a list, which is atomic.
 

@@ -156,6 +156,19 @@ async def test_asyncio_takes_it_as_a_future_of_the_loop_it_was_made_on() -> None
     assert [str(result) for result in await asyncio.gather(first, third, return_exceptions=True)] == ["1", "no"]
 
 
+async def test_gather_is_cancelled_with_what_it_gathers_and_the_other_way_round() -> None:
+    futures = [CallFuture[int](f"f{index}()") for index in range(2)]
+    gathered = asyncio.gather(*futures)
+    gathered.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gathered
+    assert all(future.cancelled() for future in futures)
+    futures = [CallFuture[int](f"f{index}()") for index in range(2)]
+    futures[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.gather(*futures)
+
+
 def test_it_can_be_awaited_on_another_loop_than_its_own() -> None:
     async def make() -> CallFuture[int]:
         return CallFuture("f()")
