@@ -229,8 +229,7 @@ def _needs_code(data: bytes) -> bool:
     # looking for one byte first: it is ten times faster than looking for the word, and plain data has no such byte
     if _STACK_GLOBAL not in data:
         return False
-    by_value: set[str] = cloudpickle_impl.list_registry_pickle_by_value()
-    return b"__main__" in data or bool(by_value)
+    return b"__main__" in data or bool(cast("Any", cloudpickle_impl).list_registry_pickle_by_value())
 
 
 def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *, code: bool) -> bytes:
