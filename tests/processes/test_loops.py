@@ -133,6 +133,25 @@ def test_a_limit_holds_although_the_loop_is_blocked_and_spares_what_ended_in_tim
     assert stateful.restarts == 0
 
 
+def test_a_call_whose_reply_is_on_its_way_can_be_cancelled(stateful: ActorHandle) -> None:
+    async def cancel_late() -> list[int]:
+        late = [stateful.add.remote() for _ in range(5)]
+        await asyncio.sleep(0)  # they leave
+        deadline = time.monotonic() + LIMIT_S
+        while stateful.statistics()["num_ok"] == 0 and time.monotonic() < deadline:
+            time.sleep(0.01)  # noqa: ASYNC251 the replies come, and this loop does not read them
+            if stateful.statistics()["pending"] == 0:
+                break
+        assert not any(call.cancel() and not call.cancelled() for call in late)
+        return [await stateful.add.remote(), await stateful.add.remote(0)]
+
+    first, second = asyncio.run(cancel_late())
+    assert first == second == 6, "all five had run; none ran twice"
+    statistics = stateful.statistics()
+    assert statistics["num_ok"] + statistics["num_cancelled"] == 7
+    assert (statistics["pending"], statistics["restarts"]) == (0, 0)
+
+
 def test_a_loop_that_ends_with_calls_under_way_leaves_the_actor_to_the_next_one(stateful: ActorHandle) -> None:
     async def leave() -> Any:
         await stateful.echo.remote(0)

@@ -106,6 +106,7 @@ class ProcessActor:
             on_idle=self._now_idle,
             on_broken=self._on_broken_link,
         )
+        self.submit = self._desk.submit
         self._limits_timer: asyncio.TimerHandle | None = None
         self._expiring: set[Call] = set()
         self._watchers: dict[str, asyncio.TimerHandle] = {}
@@ -143,9 +144,6 @@ class ProcessActor:
     @property
     def is_down(self) -> bool:
         return self._state is State.DOWN or self._stopping
-
-    def submit(self, call: Call) -> None:
-        self._desk.submit(call)
 
     def cancel(self, call: Call) -> None:
         self._hub.post(self._cancel, call)
