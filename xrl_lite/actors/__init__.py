@@ -19,7 +19,10 @@ from xrl_lite.actors.default import default_system, init, shutdown
 from xrl_lite.actors.faults import Fault, FaultPlan
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.handle import ActorHandle, ActorMethod
+from xrl_lite.actors.launcher import AutoAcceleratorWorkers, AutoCPUWorkers, CPUActorLauncher
+from xrl_lite.actors.ledger import Resources
 from xrl_lite.actors.payload import SharedValue, share
+from xrl_lite.actors.placement import Bundle, PlacementGroup
 from xrl_lite.actors.pool import ActorPool
 from xrl_lite.actors.restart import RestartPolicy
 from xrl_lite.actors.system import ActorSystem
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
         AcceleratorResourcesConfig,
         CPUResourceManager,
         CPUResourcesConfig,
-        Resources,
         clear_cpu_resource_manager,
         get_cpu_resource_manager,
         register_cpu_resources,
@@ -41,7 +43,6 @@ _RESOURCES = (
     "AcceleratorResourcesConfig",
     "CPUResourceManager",
     "CPUResourcesConfig",
-    "Resources",
     "clear_cpu_resource_manager",
     "get_cpu_resource_manager",
     "register_cpu_resources",
@@ -55,12 +56,17 @@ __all__ = [
     "ActorMethod",
     "ActorPool",
     "ActorSystem",
+    "AutoAcceleratorWorkers",
+    "AutoCPUWorkers",
+    "Bundle",
+    "CPUActorLauncher",
     "CPUResourceManager",
     "CPUResourcesConfig",
     "CallFuture",
     "Fault",
     "FaultPlan",
     "OnCancel",
+    "PlacementGroup",
     "Resources",
     "RestartPolicy",
     "SharedValue",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import functools
 import threading
 import weakref
@@ -30,11 +31,21 @@ from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.handle import ActorHandle, name_arguments
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.inline import InlineActor, InlineScheduler
-from xrl_lite.actors.ledger import Ledger
-from xrl_lite.actors.machine import MILLI, allow_many_descriptors, milli_cpus, usable_memory_bytes, usable_milli_cpus
+from xrl_lite.actors.ledger import Claim, Ledger, Resources
+from xrl_lite.actors.machine import (
+    MILLI,
+    allow_many_descriptors,
+    milli_cpus,
+    usable_cores,
+    usable_memory_bytes,
+    usable_milli_cpus,
+    visible_accelerators,
+)
 from xrl_lite.actors.payload import pack
+from xrl_lite.actors.placement import Bundle, PlacementGroup
 from xrl_lite.actors.process_actor import ProcessActor
 from xrl_lite.actors.restart import NEVER, RestartPolicy
+from xrl_lite.actors.zygote import CORES_VARIABLE
 from xrl_lite.errors import ActorUnavailableError, did_you_mean
 from xrl_lite.log import get_logger
 
@@ -54,6 +65,8 @@ class ActorSystem:
     Args:
         num_cpus: CPUs that its actors may claim in sum; by default those this process may use.
         memory_bytes: Memory that they may claim in sum; by default what this process may use.
+        accelerators: Names of the accelerators that they may claim, as ``CUDA_VISIBLE_DEVICES`` would name them; by
+            default those that this process sees.
         log_dir: Folder for the output of every child, ``<actor name>.log``; without it only the last lines are kept.
         seed: Seeds the random generators of every child, and the order of calls of the inline backend.
         backend: "process", or "inline": everything in this process, in an order that the seed decides.
@@ -72,6 +85,7 @@ class ActorSystem:
         seed: int = 0,
         backend: Backend = "process",
         *,
+        accelerators: Sequence[str] | None = None,
         faults: FaultPlan | None = None,
         heartbeat_timeout_s: float = 600.0,
     ) -> None:
@@ -84,10 +98,19 @@ class ActorSystem:
         self.backend: Backend = backend
         self.seed = seed
         self.log_dir = Path(log_dir) if log_dir is not None else None
+        seen = visible_accelerators()
+        self._accelerator_variable = seen.variable
         self.ledger = Ledger(
-            capacity_milli_cpus=usable_milli_cpus() if num_cpus is None else milli_cpus(num_cpus),
-            capacity_memory_bytes=usable_memory_bytes() if memory_bytes is None else memory_bytes,
+            Claim(
+                usable_milli_cpus() if num_cpus is None else milli_cpus(num_cpus),
+                usable_memory_bytes() if memory_bytes is None else memory_bytes,
+                seen.names if accelerators is None else tuple(accelerators),
+                usable_cores(),
+            )
         )
+        self.placement_groups: dict[str, PlacementGroup] = {}
+        """Groups that have not been released, by name."""
+
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._scheduler = InlineScheduler(seed, faults or FaultPlan())
         self._lock = threading.RLock()  # a signal handler may call kill_all while its own thread is in here
@@ -118,14 +141,32 @@ class ActorSystem:
         """Memory that actors may claim in sum."""
         return self.ledger.capacity.memory_bytes
 
+    @property
+    def num_accelerators(self) -> int:
+        """Accelerators that actors may claim in sum."""
+        return len(self.ledger.capacity.accelerators)
+
+    @property
+    def num_cpus_free(self) -> float:
+        """CPUs that no actor and no placement group holds."""
+        return self.ledger.free.milli_cpus / MILLI
+
+    @property
+    def memory_bytes_free(self) -> int:
+        """Memory that no actor and no placement group holds."""
+        return self.ledger.free.memory_bytes
+
     def spawn(
         self,
         cls: Callable[..., Any],
         *args: Any,
         kwargs: Mapping[str, Any] | None = None,
         name: str | None = None,
-        num_cpus: float = 1,
+        num_cpus: float | None = None,
         memory_bytes: int | None = None,
+        num_accelerators: int = 0,
+        pin_cpus: bool = False,
+        bundle: Bundle | None = None,
         num_threads: int | None = None,
         max_concurrency: int = 1,
         max_pending: int = 10_000,
@@ -142,8 +183,13 @@ class ActorSystem:
             *args: Arguments of the constructor.
             kwargs: Keyword arguments of the constructor.
             name: A name that no living actor of the system has, for example ``judger/0``.
-            num_cpus: CPUs it holds; may be a fraction.
-            memory_bytes: Memory it holds; a child that uses more is ended.
+            num_cpus: CPUs it holds; may be a fraction. By default 1, or all that its bundle was given.
+            memory_bytes: Memory it holds; a child that uses more is ended. By default what its bundle was given.
+            num_accelerators: Accelerators it holds. It sees these, by ``CUDA_VISIBLE_DEVICES``, and no other: an actor
+                that asks for none sees none.
+            pin_cpus: Give it whole cores of its own, next to each other, and keep it on them.
+            bundle: Part of a `PlacementGroup` (see `reserve`) out of which it is taken. It sees all accelerators of
+                the bundle, and runs on the bundle's cores if those are pinned.
             num_threads: Threads of OpenMP, MKL and torch; by default the whole part of `num_cpus`, at least 1.
             max_concurrency: How many async methods run at the same time. Sync methods run one at a time.
             max_pending: How many calls may be under way.
@@ -161,6 +207,7 @@ class ActorSystem:
             ActorUnavailableError: the system was shut down.
         """
         _check_positive(max_concurrency=max_concurrency, max_pending=max_pending, start_timeout_s=start_timeout_s)
+        resources = _resources(num_cpus, memory_bytes, num_accelerators, pin_cpus, bundle)
         keywords = dict(kwargs or {})
         construction = pack(
             (cls, args, keywords),
@@ -169,12 +216,12 @@ class ActorSystem:
             code=True,
         )
         spec = ActorSpec(
-            name=name or self._next_name(cls),
+            name=name or self._next_name(getattr(cls, "__name__", type(cls).__name__).strip("<>")),
             cls=cls,
             construction=construction,
-            num_cpus=num_cpus,
-            memory_bytes=memory_bytes,
-            num_threads=num_threads or max(1, int(num_cpus)),
+            num_cpus=resources.num_cpus,
+            memory_bytes=resources.memory_bytes,
+            num_threads=num_threads or max(1, int(resources.num_cpus)),
             max_concurrency=max_concurrency,
             max_pending=max_pending,
             restart=restart or NEVER,
@@ -182,8 +229,37 @@ class ActorSystem:
             env=dict(env or {}),
             preload=tuple(preload),
             start_timeout_s=start_timeout_s,
+            resources=resources,
+            bundle=bundle.name if bundle is not None else "",
         )
         return self._start(spec)
+
+    def reserve(
+        self, bundles: Sequence[Resources], *, name: str | None = None, kind: Literal["GPU", "NPU"] = "GPU"
+    ) -> PlacementGroup:
+        """Reserve resources for several actors, for all of them or for none, before any is started.
+
+        Args:
+            bundles: What each bundle is to hold; `CPUResourcesConfig.bundles` and the like give such lists.
+            name: A name that no other group of the system has.
+            kind: What accelerators are called in the sizes of the bundles.
+
+        Raises:
+            ResourceError: not that much is left; the message says who holds what.
+        """
+        if not bundles:
+            raise ValueError("A placement group needs at least one bundle.")
+        with self._lock:
+            self._check_open(f"Placement group {name!r} cannot be reserved")
+            name = name or self._next_name("placement_group")
+            if name in self.placement_groups:
+                raise ValueError(f"There is a placement group called {name!r} already. Choose another name.")
+            names = [f"{name}[{index}]" for index in range(len(bundles))]
+            claims = self.ledger.reserve(names, bundles)
+            parts = tuple(Bundle(*each, kind) for each in zip(names, bundles, claims, strict=True))
+            group = PlacementGroup(name, self, parts, on_release=functools.partial(self._forget_group, name))
+            self.placement_groups[name] = group
+        return group
 
     def get(self, name: str) -> ActorHandle:
         """Return the handle of the living actor called `name`.
@@ -205,6 +281,8 @@ class ActorSystem:
             "num_cpus_held": held.milli_cpus / MILLI,
             "memory_bytes": self.memory_bytes,
             "memory_bytes_held": held.memory_bytes,
+            "num_accelerators": self.num_accelerators,
+            "num_accelerators_held": len(held.accelerators),
             "actors": {name: actor.statistics() for name, actor in list(self._actors.items())},
         }
 
@@ -245,15 +323,33 @@ class ActorSystem:
 
     def _start(self, spec: ActorSpec) -> ActorHandle:
         with self._lock:
-            if self._closed:
-                raise ActorUnavailableError(f"Actor {spec.name!r} cannot be started: the system was shut down.")
+            self._check_open(f"Actor {spec.name!r} cannot be started")
             if spec.name in self._actors:
                 raise ValueError(f"There is an actor called {spec.name!r} already. Choose another name, or stop it.")
-            self.ledger.claim(spec.name, num_cpus=spec.num_cpus, memory_bytes=spec.memory_bytes)
-            actor = self._make(spec)
-            self._actors[spec.name] = actor
-            handle = self._handles[spec.name] = ActorHandle(actor)
+            claim = self.ledger.claim(spec.name, spec.resources, bundle=spec.bundle)
+            try:
+                actor = self._make(dataclasses.replace(spec, env={**self._environment(claim), **spec.env}))
+            except BaseException:
+                self.ledger.release(spec.name)
+                raise
+            handle = ActorHandle(actor)
+            if not actor.is_down:  # the constructor of an inline actor has run, and may have failed
+                self._actors[spec.name] = actor
+                self._handles[spec.name] = handle
         return handle
+
+    def _environment(self, claim: Claim) -> dict[str, str]:
+        """The variables by which a child learns what it was given."""
+        given: dict[str, str] = {}
+        if self.num_accelerators:
+            given[self._accelerator_variable] = ",".join(claim.accelerators)
+        if claim.cores:
+            given[CORES_VARIABLE] = ",".join(map(str, claim.cores))
+        return given
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ActorUnavailableError(f"{what}: the system was shut down.")
 
     def _make(self, spec: ActorSpec) -> Actor:
         on_down = functools.partial(self._forget, spec.name)
@@ -285,8 +381,10 @@ class ActorSystem:
         self._actors.pop(name, None)
         self._handles.pop(name, None)
 
-    def _next_name(self, cls: Callable[..., Any]) -> str:
-        stem = getattr(cls, "__name__", type(cls).__name__).strip("<>")
+    def _forget_group(self, name: str) -> None:
+        self.placement_groups.pop(name, None)
+
+    def _next_name(self, stem: str) -> str:
         with self._lock:
             number = self._num_named.get(stem, 0)
             self._num_named[stem] = number + 1
@@ -318,6 +416,25 @@ class ActorSystem:
 def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     if (function := method()) is not None:
         function()
+
+
+def _resources(
+    num_cpus: float | None, memory_bytes: int | None, num_accelerators: int, pin_cpus: bool, bundle: Bundle | None
+) -> Resources:
+    """What an actor asks for; in a bundle, what it does not mention is all that the bundle was given."""
+    if bundle is None:
+        return Resources(
+            num_cpus=1 if num_cpus is None else num_cpus,
+            memory_bytes=memory_bytes,
+            num_accelerators=num_accelerators,
+            pin_cpus=pin_cpus,
+        )
+    return Resources(
+        num_cpus=bundle.resources.num_cpus if num_cpus is None else num_cpus,
+        memory_bytes=memory_bytes or bundle.resources.memory_bytes,
+        num_accelerators=num_accelerators,
+        pin_cpus=pin_cpus,
+    )
 
 
 async def _end_server(server: ForkServer) -> None:

@@ -45,6 +45,9 @@ INTERRUPT_SIGNAL = signal.SIGUSR2
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
+CORES_VARIABLE = "XRL_LITE_CORES"
+"""Names the cores on which a child is to run, ``4,5,6``. Taken out of its environment when that has been done."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
@@ -273,6 +276,7 @@ def become_actor(request: ForkRequest, socket_fd: int, page_fd: int, log_fd: int
     if os.path.isdir(request.working_directory):
         os.chdir(request.working_directory)
     gc.enable()
+    _pin_to_cores(os.environ.pop(CORES_VARIABLE, ""))
     _limit_threads(request.num_threads)
     _seed(request)
     page = SlotPage(page_fd, request.num_slots)
@@ -295,6 +299,11 @@ def _volunteer_for_the_oom_killer() -> None:
     # when memory runs out the kernel is to end an actor, which is replaced, and not the driver
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("500")
+
+
+def _pin_to_cores(cores: str) -> None:
+    if cores:
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
 
 
 def _limit_threads(count: int) -> None:
