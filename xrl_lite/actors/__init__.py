@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xrl_lite.actors.actor import OnCancel
+from xrl_lite.actors.clock import VirtualClock
 from xrl_lite.actors.default import default_system, init, shutdown
 from xrl_lite.actors.faults import Fault, FaultPlan
 from xrl_lite.actors.future import CallFuture
@@ -70,6 +71,7 @@ __all__ = [
     "Resources",
     "RestartPolicy",
     "SharedValue",
+    "VirtualClock",
     "clear_cpu_resource_manager",
     "default_system",
     "get_cpu_resource_manager",

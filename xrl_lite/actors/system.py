@@ -17,6 +17,7 @@ import asyncio
 import atexit
 import dataclasses
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 from xrl_lite.actors.actor import Actor, ActorSpec, OnCancel
+from xrl_lite.actors.clock import Clock, VirtualClock, WallClock
 from xrl_lite.actors.faults import FaultPlan
 from xrl_lite.actors.forkserver import ForkServer
 from xrl_lite.actors.future import CallFuture
@@ -71,6 +73,7 @@ class ActorSystem:
         seed: Seeds the random generators of every child, and the order of calls of the inline backend.
         backend: "process", or "inline": everything in this process, in an order that the seed decides.
         faults: What is to go wrong, and when (inline backend).
+        clock: A `VirtualClock`, so that nobody waits for time limits and sleeps (inline backend).
         heartbeat_timeout_s: An actor with async methods whose event loop has not turned for so long, while no sync
             method runs, is ended.
 
@@ -87,6 +90,7 @@ class ActorSystem:
         *,
         accelerators: Sequence[str] | None = None,
         faults: FaultPlan | None = None,
+        clock: VirtualClock | None = None,
         heartbeat_timeout_s: float = 600.0,
     ) -> None:
         if backend not in ("process", "inline"):
@@ -95,6 +99,8 @@ class ActorSystem:
             )
         if faults is not None and backend != "inline":
             raise ValueError("faults can be scripted only with backend='inline'.")
+        if clock is not None and backend != "inline":
+            raise ValueError("A virtual clock is for backend='inline' only: processes live in the time of the wall.")
         self.backend: Backend = backend
         self.seed = seed
         self.log_dir = Path(log_dir) if log_dir is not None else None
@@ -112,7 +118,8 @@ class ActorSystem:
         """Groups that have not been released, by name."""
 
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._scheduler = InlineScheduler(seed, faults or FaultPlan())
+        self.clock: Clock = clock or WallClock()
+        self._scheduler = InlineScheduler(seed, faults or FaultPlan(), self.clock)
         self._lock = threading.RLock()  # a signal handler may call kill_all while its own thread is in here
         self._hub: Hub | None = None
         self._servers: dict[tuple[str, ...], ForkServer] = {}
@@ -310,7 +317,9 @@ class ActorSystem:
             self._join_hub()
 
     def shutdown_now(self, grace_s: float = _GRACE_S) -> None:
-        """Do what `shutdown` does, blocking this thread."""
+        """Do what `shutdown` does, blocking this thread. Calls of inline actors that wait for its loop are ended."""
+        if self.backend == "inline":
+            grace_s = 0.0
         if (ended := self._begin_shutdown(grace_s)) is not None:
             ended.result(grace_s + 2 * _SERVER_END_S)
             self._join_hub()
@@ -399,9 +408,7 @@ class ActorSystem:
         atexit.unregister(self._at_exit)
         if self._hub is not None:
             return self._hub.run(self._end_everything(grace_s), "shutdown()", last=True) if self._hub.running else None
-        for actor in list(self._actors.values()):
-            actor.kill()
-        return None
+        return when_all_have_ended([actor.stop(grace_s) for actor in list(self._actors.values())], "shutdown()")
 
     async def _end_everything(self, grace_s: float) -> None:
         actors = [actor for actor in self._actors.values() if isinstance(actor, ProcessActor)]
@@ -416,6 +423,23 @@ class ActorSystem:
 def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     if (function := method()) is not None:
         function()
+
+
+def when_all_have_ended(futures: Sequence[CallFuture[None]], label: str) -> CallFuture[None]:
+    """Return a future that ends when all of `futures` have, in whatever way."""
+    whole: CallFuture[None] = CallFuture(label)
+    left = itertools.count(len(futures), -1)  # its steps are atomic, and the futures end in any thread
+    next(left)
+
+    def count(_: CallFuture[None]) -> None:
+        if next(left) == 0:
+            whole.set_result(None)
+
+    for future in futures:
+        future.add_done_callback(count)
+    if not futures:
+        whole.set_result(None)
+    return whole
 
 
 def _resources(
