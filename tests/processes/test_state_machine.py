@@ -50,7 +50,7 @@ class Actors(RuleBasedStateMachine):
         options = handle.method_named(method).options(timeout_s=timeout_s, max_task_retries=retries)
         future = options.remote(*CALLS[method])
         ended: list[int] = []
-        future.add_done_callback(lambda _: ended.append(1))
+        future.when_done(lambda _: ended.append(1))
         self.calls.append((future, ended))
         return future
 

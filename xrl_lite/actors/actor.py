@@ -60,6 +60,8 @@ class Call:
     call_id: int = field(default_factory=lambda: next(_call_ids) & 0xFFFFFFFF)
     slot: int = -1
     """Its slot in the child's page; -1 while it is not with a child."""
+    is_counted: bool = False
+    """Whether its end stands in the statistics."""
 
 
 class Actor(Protocol):

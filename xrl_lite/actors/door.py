@@ -29,7 +29,7 @@ from typing import Any
 
 from xrl_lite.actors.actor import ActorSpec, Call, DeathCallback, unavailable_error
 from xrl_lite.actors.failure import describe, pack_failure, unpack_failure
-from xrl_lite.actors.future import CallFuture, wake_together
+from xrl_lite.actors.future import CallFuture, WakeTogether
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.payload import Packed, came_along, pack, send_along
 from xrl_lite.actors.restart import NEVER
@@ -148,7 +148,7 @@ class _Visitor:
         future.set_canceller(functools.partial(self._cancel, call))
         self._calls[frame.call_id] = future
         self._submit(call)
-        future.add_done_callback(lambda done: self._hub.post(self._reply, frame.call_id, done))
+        future.when_done(lambda done: self._hub.post(self._reply, frame.call_id, done))
 
     def _reply(self, call_id: int, future: CallFuture[Any]) -> None:
         if self._closed or self._calls.pop(call_id, None) is None:
@@ -290,7 +290,7 @@ class _Connection:
         try:
             while True:
                 frames = reader.read()
-                with wake_together():
+                with WakeTogether():
                     for frame in frames:
                         self._take(frame)
         except EOFError:

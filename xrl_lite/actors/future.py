@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Generic, TypeVar, cast
 
 from xrl_lite.actors.payload import Packed, unpack
@@ -14,21 +15,42 @@ T = TypeVar("T")
 
 _PENDING = object()
 
+_unpack_locks = [threading.RLock() for _ in range(16)]
+"""Of two threads that ask for the same result one unpacks it. A lock for each future would cost every call its time."""
+
 
 class CallFuture(Generic[T]):
     """What a call returns at once. It ends in a result, an exception, or cancelled; exactly once.
 
     Awaiting: waits for the actor. Is woken by the thread that watches the actor's process, which also ends the future
     when the process dies, the actor is stopped, or the time limit of the call is over. Cancelling the awaiting task
-    cancels the call. For `asyncio.wait`, which takes tasks only, wrap it with `asyncio.ensure_future`.
+    cancels the call.
+
+    To asyncio it is a future of the loop it was made on, so `asyncio.gather`, `asyncio.wait`, `asyncio.wait_for` and
+    the like take it as it is. It may be awaited on other loops as well.
     """
 
-    __slots__ = ("_callbacks", "_cancel_call", "_cancelled", "_done", "_error", "_label", "_lock", "_packed", "_value")
+    __slots__ = (
+        "_asyncio_future_blocking",
+        "_callbacks",
+        "_cancel_call",
+        "_cancelled",
+        "_done",
+        "_error",
+        "_label",
+        "_loop",
+        "_packed",
+        "_unended",
+        "_value",
+    )
 
     def __init__(self, label: str) -> None:
         self._label = label
+        self._loop = loop = asyncio._get_running_loop()
+        # how a task recognises a future, see asyncio.isfuture; None says it is none, and is awaited in the slower way
+        self._asyncio_future_blocking: bool | None = None if loop is None else False
         self._cancel_call: Callable[[], None] | None = None
-        self._lock = threading.Lock()
+        self._unended = [True]
         self._done = False
         self._cancelled = False
         self._value: Any = _PENDING
@@ -43,13 +65,11 @@ class CallFuture(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:
             loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-            self._call_when_done(_Waker(loop, waiter))
-            try:
-                yield from waiter
-            except asyncio.CancelledError:
-                self.cancel()
-                raise
+            if loop is self._loop:
+                self._asyncio_future_blocking = True
+                yield self
+            else:
+                yield from self._wait_on(loop)
         return self._outcome()
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -60,7 +80,7 @@ class CallFuture(Generic[T]):
         """
         if not self._done:
             done = threading.Event()
-            self._call_when_done(lambda _: done.set())
+            self.when_done(lambda _: done.set())
             if not done.wait(timeout_s):
                 raise TimeoutError(f"{self._label} has not ended within {timeout_s:g} s; it goes on.")
         return self._outcome()
@@ -86,18 +106,41 @@ class CallFuture(Generic[T]):
             raise asyncio.CancelledError
         return self._error
 
-    def cancel(self) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         """End the future as cancelled, and the call behind it. Return False if it had ended before."""
-        cancel_call = self._cancel_call
-        if not self._end(cancelled=True):
+        if not self._begin_end():
             return False
+        self._cancelled = True
+        cancel_call = self._cancel_call
+        self._end()
         if cancel_call is not None:
             cancel_call()
         return True
 
-    def add_done_callback(self, callback: Callable[[CallFuture[T]], None]) -> None:
-        """Call `callback` with this future when it has ended, in whichever thread ends it."""
-        self._call_when_done(callback)
+    def get_loop(self) -> asyncio.AbstractEventLoop:
+        """Return the loop on which it was made."""
+        return self._loop or asyncio.get_running_loop()
+
+    def add_done_callback(
+        self, callback: Callable[[CallFuture[T]], object], *, context: contextvars.Context | None = None
+    ) -> None:
+        """Call `callback` with this future when it has ended: on the running loop; without one, see `when_done`."""
+        loop = asyncio._get_running_loop()
+        self.when_done(callback if loop is None else _OnLoop(loop, callback, context))
+
+    def remove_done_callback(self, callback: Callable[[CallFuture[T]], object]) -> int:
+        """Forget a callback; return how often it had been added."""
+        removed = 0
+        while callback in self._callbacks:
+            self._callbacks.remove(callback)
+            removed += 1
+        return removed
+
+    def when_done(self, callback: Callable[[CallFuture[T]], object]) -> None:
+        """Call `callback` with this future when it has ended, at once, in whichever thread ends it."""
+        self._callbacks.append(callback)
+        if self._done:  # perhaps too late for the thread that ended it
+            self._call_back()
 
     def set_canceller(self, cancel_call: Callable[[], None]) -> None:
         """Set what ends the call when the future is cancelled."""
@@ -105,60 +148,77 @@ class CallFuture(Generic[T]):
 
     def set_packed(self, packed: Packed) -> bool:
         """End with a result that whoever asks first unpacks, in his own thread; False if it had ended before."""
-        return self._end(packed=packed)
+        if not self._begin_end():
+            return False
+        self._packed = packed
+        self._end()
+        return True
 
     def set_result(self, value: T) -> bool:
         """End with a result; False if it had ended before."""
-        return self._end(value=value)
+        if not self._begin_end():
+            return False
+        self._value = value
+        self._end()
+        return True
 
     def set_exception(self, error: BaseException) -> bool:
         """End with an exception; False if it had ended before."""
-        return self._end(error=error)
-
-    def _end(
-        self,
-        *,
-        value: Any = _PENDING,
-        packed: Packed | None = None,
-        error: BaseException | None = None,
-        cancelled: bool = False,
-    ) -> bool:
-        with self._lock:
-            if self._done:
-                return False
-            self._value, self._packed, self._error, self._cancelled = value, packed, error, cancelled
-            self._done = True
-            callbacks, self._callbacks = self._callbacks, []
-        self._cancel_call = (
-            None  # it refers to the call, and the call to us: its payload must not wait for the collector
-        )
-        for callback in callbacks:
-            callback(self)
+        if not self._begin_end():
+            return False
+        self._error = error
+        self._end()
         return True
-
-    def _call_when_done(self, callback: Callable[[CallFuture[T]], None]) -> None:
-        with self._lock:
-            if not self._done:
-                self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def _outcome(self) -> T:
-        if self._cancelled:
-            raise asyncio.CancelledError
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        if self._packed is not None:
-            self._unpack()
-            return self._outcome()
-        return cast("T", self._value)
 
     def take_packed(self) -> Packed | None:
         """Return the result of an ended future as it arrived, to be sent on; None if it did not arrive packed."""
         return self._packed
 
+    # Several threads may end, await and watch the same future. There is no lock: each step that only one of them may
+    # take is one operation on a list, which is atomic.
+
+    def _begin_end(self) -> bool:
+        """Whether the caller is the one that ends it."""
+        try:
+            return self._unended.pop()
+        except IndexError:
+            return False
+
+    def _end(self) -> None:
+        self._done = True
+        self._cancel_call = None  # it refers to the call, and the call to us: no payload may wait for the collector
+        self._call_back()
+
+    def _call_back(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:
+                return
+            callback(self)
+
+    def _wait_on(self, loop: asyncio.AbstractEventLoop) -> Generator[Any, None, None]:
+        """Wait on a loop other than the one it was made on."""
+        waiter: asyncio.Future[None] = loop.create_future()
+        self.when_done(_OnLoop(loop, lambda _: None if waiter.done() else waiter.set_result(None), None))
+        try:
+            yield from waiter
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+
+    def _outcome(self) -> T:
+        if self._packed is not None:
+            self._unpack()
+        if self._cancelled:
+            raise asyncio.CancelledError
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return cast("T", self._value)
+
     def _unpack(self) -> None:
-        with self._lock:
+        with _unpack_locks[(id(self) >> 6) % len(_unpack_locks)]:
             if self._packed is None:
                 return
             try:
@@ -169,55 +229,65 @@ class CallFuture(Generic[T]):
             self._packed = None
 
 
-class _Waker:
-    """Wakes a task on its own loop, from any thread."""
+class _OnLoop:
+    """A callback that is called on a loop of its own, whichever thread ends the future."""
 
-    __slots__ = ("loop", "waiter")
+    __slots__ = ("callback", "context", "loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object], context: contextvars.Context | None
+    ) -> None:
         self.loop = loop
-        self.waiter = waiter
+        self.callback = callback
+        self.context = context
 
-    def __call__(self, _future: CallFuture[Any]) -> None:
-        if _together.wakers is not None:
-            _together.wakers.append(self)
+    def __eq__(self, other: object) -> bool:
+        return self.callback == (other.callback if isinstance(other, _OnLoop) else other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __call__(self, future: CallFuture[Any]) -> None:
+        if asyncio._get_running_loop() is self.loop:
+            self.loop.call_soon(self.callback, future, context=self.context)
+        elif _together.waiting is not None:
+            _together.waiting.append((self, future))
         else:
-            _wake_on(self.loop, [self.waiter])
+            _call_on(self.loop, [(self, future)])
 
 
 class _Together(threading.local):
-    wakers: list[_Waker] | None = None
+    waiting: list[tuple[_OnLoop, CallFuture[Any]]] | None = None
 
 
 _together = _Together()
 
 
-@contextmanager
-def wake_together() -> Generator[None, None, None]:
-    """Wake the tasks of all futures that end inside with one system call for each loop.
+class WakeTogether:
+    """Wakes the tasks of all futures that end inside with one system call for each loop.
 
     Every such call lets go of the interpreter lock, and the woken loop would take it for a single future.
     """
-    wakers: list[_Waker] = []
-    _together.wakers = wakers
-    try:
-        yield
-    finally:
-        _together.wakers = None
-        by_loop: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
-        for waker in wakers:
-            by_loop.setdefault(waker.loop, []).append(waker.waiter)
-        for loop, waiters in by_loop.items():
-            _wake_on(loop, waiters)
+
+    def __enter__(self) -> None:
+        _together.waiting = []
+
+    def __exit__(self, *_: object) -> None:
+        waiting, _together.waiting = _together.waiting, None
+        if not waiting:
+            return
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OnLoop, CallFuture[Any]]]] = {}
+        for entry in waiting:
+            by_loop.setdefault(entry[0].loop, []).append(entry)
+        for loop, entries in by_loop.items():
+            _call_on(loop, entries)
 
 
-def _wake_on(loop: asyncio.AbstractEventLoop, waiters: list[asyncio.Future[None]]) -> None:
+def _call_on(loop: asyncio.AbstractEventLoop, entries: list[tuple[_OnLoop, CallFuture[Any]]]) -> None:
     # a loop that was closed in the meantime has nobody left who waits
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(_wake, waiters)
+        loop.call_soon_threadsafe(_call_all, entries)
 
 
-def _wake(waiters: list[asyncio.Future[None]]) -> None:
-    for waiter in waiters:
-        if not waiter.done():
-            waiter.set_result(None)
+def _call_all(entries: list[tuple[_OnLoop, CallFuture[Any]]]) -> None:
+    for on_loop, future in entries:
+        on_loop.loop.call_soon(on_loop.callback, future, context=on_loop.context)

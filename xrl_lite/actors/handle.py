@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 from xrl_lite.actors.actor import Actor, Call, DeathCallback
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.payload import pack
+from xrl_lite.actors.room import Room
 from xrl_lite.errors import ActorError, did_you_mean
 
 
@@ -23,11 +25,13 @@ class ActorHandle:
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
+        self._room = Room(actor.spec.max_pending)
 
     def __getattr__(self, name: str) -> ActorMethod:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self.method_named(name)
+        method = self.__dict__[name] = self.method_named(name)  # found without this function from now on
+        return method
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, self._actor.reduce()
@@ -81,7 +85,7 @@ class ActorHandle:
         if isinstance(cls, type) and not hasattr(cls, name) and not hasattr(cls, "__getattr__"):
             known = [method for method in dir(cls) if not method.startswith("_")]
             raise AttributeError(f"{cls.__name__} has no method {name!r}.{did_you_mean(name, known)}")
-        return ActorMethod(self._actor, name)
+        return ActorMethod(self._actor, name, self._room)
 
     def ready(self) -> CallFuture[None]:
         """Wait until the constructor has returned; raises what it raised."""
@@ -110,13 +114,17 @@ class ActorHandle:
 class ActorMethod:
     """One method of an actor, with the options of its calls."""
 
-    __slots__ = ("_actor", "_name", "_retries", "_timeout_s")
+    __slots__ = ("_actor", "_label", "_name", "_retries", "_room", "_timeout_s")
 
-    def __init__(self, actor: Actor, name: str, *, timeout_s: float | None = None, max_task_retries: int = 0) -> None:
+    def __init__(
+        self, actor: Actor, name: str, room: Room, *, timeout_s: float | None = None, max_task_retries: int = 0
+    ) -> None:
         self._actor = actor
         self._name = name
+        self._room = room
         self._timeout_s = timeout_s
         self._retries = max_task_retries
+        self._label = f"{name}() of actor {actor.spec.name!r}"
 
     def options(self, *, timeout_s: float | None = None, max_task_retries: int = 0) -> ActorMethod:
         """Return this method with other options.
@@ -128,27 +136,55 @@ class ActorMethod:
         """
         if timeout_s is not None and timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}. Use None for no limit.")
-        return ActorMethod(self._actor, self._name, timeout_s=timeout_s, max_task_retries=max_task_retries)
+        return ActorMethod(self._actor, self._name, self._room, timeout_s=timeout_s, max_task_retries=max_task_retries)
 
     def remote(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
         """Send a call and return its future at once.
 
         Raises:
             PayloadError: an argument cannot be pickled.
-            ActorError: `max_pending` calls are waiting already.
+            ActorError: `max_pending` calls are waiting already; see `submit`.
         """
-        actor = self._actor
-        spec = actor.spec
-        if actor.pending >= spec.max_pending:
+        if not self._room.enter():
             raise ActorError(
-                f"Actor {spec.name!r} has {actor.pending} calls that have not ended, and its max_pending is "
-                f"{spec.max_pending}. Await some before sending more."
+                f"Actor {self._actor.spec.name!r} has {self._room.num_inside} calls that have not ended, and its "
+                f"max_pending is {self._room.max_inside}. Await some before sending more, or send with "
+                f"`future = await handle.{self._name}.submit(...)`, which waits until there is room."
             )
-        name = self._name
-        packed = pack((name, args, kwargs), name=name, names=lambda: _argument_names(spec.cls, name, args, kwargs))
-        future: CallFuture[Any] = CallFuture(f"{name}() of actor {spec.name!r}")
+        return self._send(args, kwargs)
+
+    async def submit(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
+        """Wait until fewer than `max_pending` calls are under way, first come first served; then send as `remote` does.
+
+        Raises:
+            PayloadError: an argument cannot be pickled.
+        """
+        ticket = self._room.wait()
+        try:
+            await ticket
+        except asyncio.CancelledError:
+            if not ticket.cancelled():  # it had a place already
+                self._room.leave()
+            raise
+        return self._send(args, kwargs)
+
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture[Any]:
+        """Send a call for which there is room."""
+        actor, name = self._actor, self._name
+        try:
+            packed = pack(
+                (name, args, kwargs),
+                name=name,
+                names=lambda: _argument_names(actor.spec.cls, name, args, kwargs),
+                once=not self._retries,
+            )
+        except BaseException:
+            self._room.leave()
+            raise
+        future: CallFuture[Any] = CallFuture(self._label)
         call = Call(name, packed, future, self._timeout_s, self._retries)
         future.set_canceller(functools.partial(actor.cancel, call))
+        future.when_done(self._room.leave)
         actor.submit(call)
         return future
 

@@ -6,20 +6,21 @@
 from __future__ import annotations
 
 import io
-import os
+import itertools
 import pickle
 import struct
+import sys
 import threading
 from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_impl
 
 from xrl_lite.actors.culprit import locate
-from xrl_lite.actors.segments import THRESHOLD_BYTES, Segment
+from xrl_lite.actors.segments import HEADER_BYTES, THRESHOLD_BYTES, BlockPool, Segment, end_of, place
 from xrl_lite.actors.tensors import DispatchTable, tensor_reducers
 from xrl_lite.errors import PayloadError
 
@@ -28,16 +29,18 @@ MAX_SHARED = 100
 
 _PROTOCOL = 5
 _PLACE = struct.Struct("<QQ")
-_TABLE = struct.Struct("<QI")
+_TABLE = struct.Struct("<QI?")
 _STACK_GLOBAL = 0x93
 NameParts = Callable[[], Mapping[str, object]]
 
 _UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError, ValueError, RecursionError, NotImplementedError)
 
+_blocks = BlockPool()
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Packed:
-    """A pickled object, ready to be sent any number of times."""
+    """A pickled object, ready to be sent. Never changed; not frozen, since that doubles the cost of making one."""
 
     body: bytes
     """The pickle itself; or, where `own_segment`, the place of the table inside the segment."""
@@ -80,17 +83,23 @@ class SharedValue:
 
 def share(value: object) -> SharedValue:
     """Pickle `value` once, so that it can be sent to many actors, or sent on, without copying it again."""
-    return SharedValue(pack(value, name="value"))
+    return SharedValue(pack(value, name="value", once=False))
 
 
-class _Travelling(threading.local):
-    """The segments that go with the payload which this thread is packing or unpacking."""
+@dataclass(slots=True)
+class _Travelling:
+    """The segments that go with the payload which a thread is packing or unpacking."""
 
     collected: list[Segment] | None = None
     received: tuple[Segment, ...] = ()
 
 
-_travelling = _Travelling()
+class _PerThread(threading.local):
+    def __init__(self) -> None:
+        self.travelling = _Travelling()
+
+
+_this_thread = _PerThread()
 
 
 def send_along(segment: Segment) -> int:
@@ -99,7 +108,7 @@ def send_along(segment: Segment) -> int:
     Raises:
         PicklingError: whoever pickles is not an actor's call or result, so there is nothing to travel with.
     """
-    collected = _travelling.collected
+    collected = _this_thread.travelling.collected
     if collected is None:
         raise pickle.PicklingError("SharedValues and handles can only be sent through an actor's call or result")
     collected.append(segment)
@@ -108,16 +117,14 @@ def send_along(segment: Segment) -> int:
 
 def came_along(place: int) -> Segment:
     """Return the descriptor that came with the object that is being unpickled."""
-    return _travelling.received[place]
+    return _this_thread.travelling.received[place]
 
 
 def _shared_value(body: bytes, places: list[int], own_segment: bool) -> SharedValue:
     return SharedValue(Packed(body, tuple(map(came_along, places)), own_segment))
 
 
-def pack(
-    value: object, *, name: str, names: Callable[[], Mapping[str, object]] | None = None, code: bool = False
-) -> Packed:
+def pack(value: object, *, name: str, names: NameParts | None = None, code: bool = False, once: bool = True) -> Packed:
     """Pickle `value`.
 
     Args:
@@ -125,52 +132,61 @@ def pack(
         name: What an error calls the value.
         names: Gives the parts of `value` by the names an error should use (parameter names of a call).
         code: The value holds classes or functions to be carried by value, so start with cloudpickle.
+        once: It is unpickled once at most, so that its large buffers may lie in memory that is used again.
 
     Raises:
         PayloadError: something in it cannot be pickled; the message says where.
     """
     buffers: list[memoryview] = []
-    outer = _travelling.collected
-    _travelling.collected = collected = list[Segment]()
+    travelling = _this_thread.travelling
+    outer = travelling.collected
+    travelling.collected = collected = []
     try:
-        data = _dumps(value, buffers, code=code)
+        data = _dumps(value, buffers, collected, code=code)
     except _UNPICKLABLE as error:
         _refuse(error, names() if names is not None else {name: value})
     finally:
-        _travelling.collected = outer
+        travelling.collected = outer
+    if not buffers and len(data) <= THRESHOLD_BYTES and not collected:
+        return Packed(data)
     if len(collected) > MAX_SHARED:
         raise PayloadError(
             f"A message may carry at most {MAX_SHARED} shared values, got {len(collected)}. Share them as one."
         )
     if not buffers and len(data) <= THRESHOLD_BYTES:
         return Packed(data, tuple(collected))
-    segment, places = Segment.write([memoryview(data), *buffers])
-    table = b"".join(_PLACE.pack(*place) for place in places)
-    return Packed(_append(segment, table, len(places)), (segment, *collected), own_segment=True)
+    segment, body = _write([memoryview(data), *buffers], lent=once)
+    return Packed(body, (segment, *collected), own_segment=True)
 
 
-def _append(segment: Segment, table: bytes, count: int) -> bytes:
-    os.pwrite(segment.fd, table, segment.size_bytes)
-    body = _TABLE.pack(segment.size_bytes, count)
-    segment.size_bytes += len(table)
-    return body
+def _write(parts: list[memoryview], *, lent: bool) -> tuple[Segment, bytes]:
+    """Write the pickle, its buffers, and a table of where they lie; return also what tells where the table lies."""
+    places = place([part.nbytes for part in parts], HEADER_BYTES if lent else 0)
+    table = b"".join(itertools.starmap(_PLACE.pack, places))
+    table_place = place([len(table)], end_of(places))
+    write = _blocks.write if lent else Segment.write
+    segment = write([*parts, memoryview(table)], places + table_place)
+    return segment, _TABLE.pack(table_place[0][0], len(places), lent)
 
 
 def unpack(packed: Packed) -> Any:
-    """Return the object. Large buffers in it are views of shared memory, private to this process."""
-    outer = _travelling.received
+    """Return the object. Large buffers in it are views of shared memory that nobody else writes to."""
+    if not packed.segments:
+        return pickle.loads(packed.body)
+    travelling = _this_thread.travelling
+    outer = travelling.received
     try:
         if not packed.own_segment:
-            _travelling.received = packed.segments
+            travelling.received = packed.segments
             return pickle.loads(packed.body)
-        _travelling.received = packed.segments[1:]
-        memory = packed.segments[0].view()
-        start, count = _TABLE.unpack(packed.body)
+        travelling.received = packed.segments[1:]
+        start, count, lent = _TABLE.unpack(packed.body)
+        memory = packed.segments[0].borrow() if lent else packed.segments[0].view()
         places = [_PLACE.unpack_from(memory, start + index * _PLACE.size) for index in range(count)]
         parts = [memory[offset : offset + length] for offset, length in places]
         return pickle.loads(parts[0], buffers=parts[1:])
     finally:
-        _travelling.received = outer
+        travelling.received = outer
 
 
 _reducers = DispatchTable()
@@ -193,33 +209,24 @@ def _learn_tensors() -> bool:
     return bool(_reducers)
 
 
-@dataclass(slots=True)
-class _Out:
-    """Takes the buffers that travel outside the pickle."""
-
-    buffers: list[memoryview] = field(default_factory=list[memoryview])
-
-    def take(self, buffer: pickle.PickleBuffer) -> bool:
+def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *, code: bool) -> bytes:
+    def take(buffer: pickle.PickleBuffer) -> bool:
+        """Let large buffers travel outside the pickle."""
         raw = buffer.raw()
         if raw.nbytes < THRESHOLD_BYTES:
             return True
-        self.buffers.append(raw)
+        buffers.append(raw)
         return False
 
-
-def _dumps(value: object, buffers: list[memoryview], *, code: bool) -> bytes:
     if not code and not cloudpickle_impl.list_registry_pickle_by_value():
         try:
-            return _dump_data(value, _Out(buffers).take)
-        except _UNPICKLABLE:
+            return _dump_data(value, take)
+        except (*_UNPICKLABLE, _RefersToMainError):
             buffers.clear()
-        except _RefersToMainError:
-            buffers.clear()
-        if _travelling.collected is not None:
-            _travelling.collected.clear()
+            collected.clear()
     _learn_tensors()
     file = io.BytesIO()
-    pickler: Any = cast("Any", _CodePickler)(file, _PROTOCOL, buffer_callback=_Out(buffers).take)
+    pickler: Any = cast("Any", _CodePickler)(file, _PROTOCOL, buffer_callback=take)
     pickler.dump(value)
     return file.getvalue()
 
@@ -229,7 +236,7 @@ class _RefersToMainError(Exception):
 
 
 def _dump_data(value: object, take: Callable[[pickle.PickleBuffer], bool]) -> bytes:
-    if _learn_tensors():
+    if _reducers or ("torch" in sys.modules and _learn_tensors()):
         file = io.BytesIO()
         _DataPickler(file, _PROTOCOL, buffer_callback=take).dump(value)
         data = file.getvalue()
@@ -243,14 +250,15 @@ def _dump_data(value: object, take: Callable[[pickle.PickleBuffer], bool]) -> by
 
 def pickles(value: object) -> bool:
     """Whether `value` could be sent."""
-    outer = _travelling.collected
-    _travelling.collected = []
+    travelling = _this_thread.travelling
+    outer = travelling.collected
+    travelling.collected = collected = []
     try:
-        _dumps(value, [], code=False)
+        _dumps(value, [], collected, code=False)
     except Exception:  # noqa: BLE001 whatever a user's __reduce__ raises means no
         return False
     finally:
-        _travelling.collected = outer
+        travelling.collected = outer
     return True
 
 

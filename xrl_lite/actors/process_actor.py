@@ -1,10 +1,6 @@
-"""Supervises one actor of the process backend: its queue, its calls, its child, the child's successor.
+"""Supervises one actor of the process backend: its child, the child's successor, the limits of its calls.
 
 ::
-
-    queue ──(a slot is free)──> with the child ──(reply)──> done
-      ^                              │
-      └──(child died, call had not begun, or may be retried)
 
     STARTING ──constructed──> UP ──child died──> PAUSE ──(back-off over)──> STARTING
         └──constructor raised──> DOWN <──restarts used up, stopped──┘
@@ -20,36 +16,29 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from xrl_lite.actors.actor import (
-    ENDINGS,
-    ActorSpec,
-    Call,
-    CallCounts,
-    DeathCallback,
-    died_error,
-    timeout_error,
-    unavailable_error,
-)
+from xrl_lite.actors.actor import ActorSpec, Call, DeathCallback, died_error, timeout_error, unavailable_error
 from xrl_lite.actors.child import Child, Death
+from xrl_lite.actors.desk import CONSTRUCTOR, Desk
 from xrl_lite.actors.door import Door, reduce_through
 from xrl_lite.actors.failure import unpack_failure
 from xrl_lite.actors.forkserver import ForkServer, module_path
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.hub import Hub
+from xrl_lite.actors.link import Link
 from xrl_lite.actors.logs import ActorLog
 from xrl_lite.actors.machine import private_bytes
 from xrl_lite.actors.restart import RestartBudget
 from xrl_lite.actors.slots import MethodKind
-from xrl_lite.actors.wire import EMPTY, Frame, Kind
+from xrl_lite.actors.wire import Frame, Kind
 from xrl_lite.actors.zygote import DUMP_SIGNAL, INTERRUPT_SIGNAL, THREAD_VARIABLES, ForkRequest
 from xrl_lite.errors import ActorDiedError
 from xrl_lite.log import get_logger
@@ -58,8 +47,6 @@ logger = get_logger(__name__)
 
 PREFETCH = 512
 """Calls that are sent ahead of the running ones, so that a fast method never waits for the driver."""
-
-CONSTRUCTOR = "__init__"
 
 _INTERRUPT_GRACE_S = 1.0
 _ASYNC_GRACE_S = 5.0
@@ -108,9 +95,16 @@ class ProcessActor:
         self._child: Child | None = None
         self._incarnation = 0
         self._constructed_once = False
-        self._queue: deque[Call] = deque()
-        self._running: dict[int, Call] = {}
-        self._timers: dict[Call, asyncio.TimerHandle] = {}
+        self._desk = Desk(
+            hub,
+            spec.name,
+            on_constructed=self._on_constructor_reply,
+            on_limit=self._plan_limits,
+            on_idle=self._now_idle,
+            on_broken=self._on_broken_link,
+        )
+        self._limits_timer: asyncio.TimerHandle | None = None
+        self._expiring: set[Call] = set()
         self._watchers: list[asyncio.TimerHandle] = []
         self._last_death = ""
         self._final_error: Callable[[], BaseException] | None = None
@@ -118,9 +112,6 @@ class ProcessActor:
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._gone = asyncio.Event()
         self._death_callbacks: list[DeathCallback] = []
-        self._counts = CallCounts()
-        self._submitted = 0
-        self._ended = 0
         self._lock = threading.Lock()
         self._door: Door | None = None
         hub.post(self._start_child)
@@ -140,7 +131,7 @@ class ProcessActor:
 
     @property
     def pending(self) -> int:
-        return self._submitted - self._ended
+        return self._desk.pending
 
     @property
     def is_up(self) -> bool:
@@ -151,12 +142,7 @@ class ProcessActor:
         return self._state is State.DOWN or self._stopping
 
     def submit(self, call: Call) -> None:
-        if self._final_error is not None:
-            call.future.set_exception(self._final_error())
-            return
-        with self._lock:
-            self._submitted += 1
-        self._hub.post(self._accept, call)
+        self._desk.submit(call)
 
     def cancel(self, call: Call) -> None:
         self._hub.post(self._cancel, call)
@@ -190,9 +176,9 @@ class ProcessActor:
             "pid": self.pid,
             "restarts": self.restarts,
             "pending": self.pending,
-            "running": sum(call.method is not CONSTRUCTOR for call in list(self._running.values())),
+            "running": self._desk.num_running,
             "last_death": self._last_death,
-            **{f"num_{ending}": self._counts[ending] for ending in ENDINGS},
+            **{f"num_{ending}": count for ending, count in self._desk.counts.items()},
         }
 
     def reduce(self) -> tuple[Any, ...]:
@@ -230,27 +216,28 @@ class ProcessActor:
             self._log = ActorLog(self._log_dir, self._spec.name)
         self._log.begin()
         self._incarnation += 1
-        self._child = Child(
+        link = Link(
             self._hub,
-            self._server(),
-            self._fork_request(),
-            self._log.fd,
-            on_frame=self._on_frame,
-            on_death=self._on_death,
+            self._spec.max_concurrency + PREFETCH,
+            on_readable=self._desk.receive,
+            on_writable=self._desk.flush,
+        )
+        self._child = Child(
+            self._hub, self._server(), self._fork_request(link), self._log.fd, link, on_death=self._on_death
         )
         limit = self._spec.start_timeout_s
         construction = Call(CONSTRUCTOR, self._spec.construction, CallFuture(CONSTRUCTOR), timeout_s=limit)
-        self._send(self._child, construction, Kind.INIT)
+        self._desk.construct(link, construction)
         self._watch(self._child)
 
-    def _fork_request(self) -> ForkRequest:
+    def _fork_request(self, link: Link) -> ForkRequest:
         spec = self._spec
         threads = dict.fromkeys(THREAD_VARIABLES, str(spec.num_threads))
         return ForkRequest(
             token=next(_tokens),
             name=spec.name,
             incarnation=self._incarnation,
-            num_slots=spec.max_concurrency + PREFETCH,
+            num_slots=link.page.num_slots,
             max_concurrency=spec.max_concurrency,
             num_threads=spec.num_threads,
             environment={**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", **spec.env},
@@ -259,9 +246,20 @@ class ProcessActor:
             seed=self._seed,
         )
 
-    def _constructed(self) -> None:
+    def _on_constructor_reply(self, link: Link, frame: Frame) -> None:
+        child = self._child
+        if child is None or child.link is not link or self._state is not State.STARTING:
+            return
+        if frame.kind is Kind.RESULT:
+            self._constructed(link)
+        else:
+            failure = unpack_failure(frame.packed)
+            self._constructor_failed(child, lambda: failure.error(self._spec.name, CONSTRUCTOR))
+
+    def _constructed(self, link: Link) -> None:
         self._state = State.UP
         self._constructed_once = True
+        self._desk.open(link)
         waiters, self._ready_waiters = self._ready_waiters, []
         for waiter in waiters:
             waiter.set_result(None)
@@ -272,12 +270,17 @@ class ProcessActor:
         else:
             self._go_down(make_error)
 
+    def _on_broken_link(self, link: Link, reason: str) -> None:
+        if (child := self._child) is not None and child.link is link:
+            child.hung_up(reason)
+
     def _on_death(self, child: Child, death: Death) -> None:
-        self._child = None
         for watcher in self._watchers:
             watcher.cancel()
         self._watchers.clear()
-        begun = self._take_back(child)
+        begun = self._desk.close(child.link)
+        child.page.close()
+        self._child = None
         error = self._died_error(death, begun)
         for call in reversed(begun):
             self._retry_or_fail(call, error)
@@ -326,79 +329,81 @@ class ProcessActor:
             tail=log.tail() if log is not None else "",
         )
 
-    # ------------------------------------------------------------------- calls
-
-    def _accept(self, call: Call) -> None:
-        if self._final_error is not None:
-            self._fail(call, "unavailable", self._final_error())
-        elif self._stopping:
-            self._fail(call, "unavailable", unavailable_error(self._spec, "it is being stopped"))
+    def _retry_or_fail(self, call: Call, error: ActorDiedError) -> None:
+        if call.method is CONSTRUCTOR:
+            return
+        if call.retries_left > 0 and not call.future.done():
+            call.retries_left -= 1
+            self._desk.again(call)
         else:
-            self._queue.append(call)
-            self._pump()
+            self._desk.fail(call, "died", type(error)(*error.args))
 
-    def _pump(self) -> None:
+    # ------------------------------------------------------------------ limits
+
+    def _plan_limits(self, delay_s: float = 0.0) -> None:
+        if self._limits_timer is not None:
+            self._limits_timer.cancel()
+        self._limits_timer = self._hub.loop.call_later(delay_s, self._check_limits)
+
+    def _check_limits(self) -> None:
+        """Expire the calls that are over their limits; look again at the earliest moment when one could be."""
         child = self._child
-        if child is None or self._state is not State.UP:
+        if child is None:  # calls that wait for the next one are planned for when they are sent
+            self._desk.overdue(lambda _call: math.inf)
             return
-        while self._queue and child.free_slots:
-            call = self._queue.popleft()
-            if call.future.done():  # cancelled while it waited
-                self._ended += 1
-            else:
-                self._send(child, call, Kind.CALL)
+        self._desk.receive(child.link)  # what ended in time must not fail for having been read late
+        overdue, soonest_s = self._desk.overdue(functools.partial(self._left_s, child))
+        if soonest_s < math.inf:
+            self._plan_limits(soonest_s)
+        for call in overdue:
+            self._expire_soon(child, call)
 
-    def _send(self, child: Child, call: Call, kind: Kind) -> None:
-        call.slot = child.take_slot()
-        self._running[call.call_id] = call
-        child.send(kind, call.call_id, call.slot, call.packed)
-        if call.timeout_s is not None:
-            self._check_deadline(child, call)
-
-    def _check_deadline(self, child: Child, call: Call) -> None:
-        """Look whether a call is over its limit; if not, look again at the earliest moment when it could be."""
-        limit_s = call.timeout_s
-        if limit_s is None or self._running.get(call.call_id) is not call or not child.alive:
-            return
+    def _left_s(self, child: Child, call: Call) -> float:
+        """Seconds that a call may still run; its clock stands until it has begun."""
+        if call.timeout_s is None or call in self._expiring or call.future.done():
+            return math.inf
         started_ns = child.page.started_ns(call.slot)
-        left_s = limit_s - (time.monotonic_ns() - started_ns) / 1e9 if started_ns else limit_s
-        if left_s > 0:
-            self._timers[call] = self._hub.loop.call_later(left_s, self._check_deadline, child, call)
-        elif child.page.kind(call.slot) is MethodKind.SYNC and self._log is not None:
-            position = self._log.size_bytes
-            child.signal(DUMP_SIGNAL)  # the handler needs no interpreter, so it answers whatever the method does
-            self._timers[call] = self._hub.loop.call_later(_DUMP_S, self._expire, child, call, position)
-        else:
+        return call.timeout_s - (time.monotonic_ns() - started_ns) / 1e9 if started_ns else call.timeout_s
+
+    def _expire_soon(self, child: Child, call: Call) -> None:
+        if child.page.kind(call.slot) is not MethodKind.SYNC or self._log is None:
             self._expire(child, call, None)
+            return
+        position = self._log.size_bytes
+        child.signal(DUMP_SIGNAL)  # the handler needs no interpreter, so it answers whatever the method does
+        self._expiring.add(call)
+        self._hub.loop.call_later(_DUMP_S, self._expire, child, call, position)
 
     def _expire(self, child: Child, call: Call, dumped_at: int | None) -> None:
         """End a call that is over its limit, telling what it was doing."""
-        if self._running.get(call.call_id) is not call:
+        self._expiring.discard(call)
+        if not child.alive or not self._desk.is_running(call):
             return
         stack = self._log.tail(since=dumped_at) if self._log is not None and dumped_at is not None else ""
         if call.method is CONSTRUCTOR:
             self._constructor_failed(child, lambda: timeout_error(self._spec, call, stack))
             return
-        self._counts["timeout"] += 1
-        if not call.future.set_exception(timeout_error(self._spec, call, stack)):
-            self._counts["timeout"] -= 1
+        self._desk.expire(call, timeout_error(self._spec, call, stack))
         self._end_running(child, call, f"{call.method}() ran longer than {call.timeout_s:g} s")
 
     def _cancel(self, call: Call) -> None:
-        self._counts["cancelled"] += 1
-        child = self._child
-        if child is not None and self._running.get(call.call_id) is call:
+        self._desk.was_cancelled()
+        if (child := self._child) is not None:
             self._end_running(child, call, f"{call.method}() was cancelled")
 
     def _end_running(self, child: Child, call: Call, why: str) -> None:
-        """End a call that is with the child and whose future has ended."""
-        child.page.cancel(call.slot)
-        child.send(Kind.CANCEL, call.call_id, call.slot, EMPTY)
-        self._enforce_end(child, call, why)
+        """End a call whose future has ended, if it is with the child."""
+        if self._desk.mark_cancelled(child.link, call):
+            self._enforce_end(child, call, why)
 
     def _enforce_end(self, child: Child, call: Call, why: str, *, warned: bool = False) -> None:
-        if self._running.get(call.call_id) is not call or not child.alive:
+        if not child.alive:
             return
+        self._desk.receive(child.link)  # or else a call that begins now would die for one that has just ended
+        enforce = functools.partial(self._take_measures, child, call, why, warned)
+        self._desk.while_running(call, enforce)
+
+    def _take_measures(self, child: Child, call: Call, why: str, warned: bool) -> None:
         begun = child.page.started_ns(call.slot) != 0
         is_async = child.page.kind(call.slot) is MethodKind.ASYNC
         if begun and (warned or (not is_async and self._spec.on_cancel == "kill")):
@@ -407,70 +412,8 @@ class ProcessActor:
         if begun and not is_async:
             child.signal(INTERRUPT_SIGNAL)
         grace_s = _ASYNC_GRACE_S if is_async else _INTERRUPT_GRACE_S
-        check = functools.partial(self._enforce_end, child, call, why, warned=begun)
-        self._timers[call] = self._hub.loop.call_later(grace_s, check)
-
-    def _on_frame(self, child: Child, frame: Frame) -> None:
-        call = self._running.pop(frame.call_id, None)
-        if call is None:
-            return
-        child.free_slots.append(call.slot)
-        if (timer := self._timers.pop(call, None)) is not None:
-            timer.cancel()
-        if call.method is CONSTRUCTOR:
-            self._on_constructor_reply(child, frame)
-        else:
-            self._on_reply(call, frame)
-        self._pump()
-        self._check_idle()
-
-    def _on_constructor_reply(self, child: Child, frame: Frame) -> None:
-        if frame.kind is Kind.RESULT:
-            self._constructed()
-        else:
-            failure = unpack_failure(frame.packed)
-            self._constructor_failed(child, lambda: failure.error(self._spec.name, CONSTRUCTOR))
-
-    def _on_reply(self, call: Call, frame: Frame) -> None:
-        if frame.kind is Kind.RESULT:
-            self._end(call, "ok", lambda: call.future.set_packed(frame.packed))
-        elif frame.kind is Kind.ERROR:
-            error = unpack_failure(frame.packed).error(self._spec.name, call.method)
-            self._end(call, "raised", lambda: call.future.set_exception(error))
-        else:
-            self._end(call, "cancelled", call.future.cancel)
-
-    def _take_back(self, child: Child) -> list[Call]:
-        """Take all calls back from a dead child: return those that had begun, put the others back in the queue."""
-        running, self._running = sorted(self._running.values(), key=lambda call: call.call_id), {}
-        begun: list[Call] = []
-        waiting: list[Call] = []
-        for call in running:
-            if (timer := self._timers.pop(call, None)) is not None:
-                timer.cancel()
-            (begun if child.page.started_ns(call.slot) or call.method is CONSTRUCTOR else waiting).append(call)
-        self._queue.extendleft(reversed(waiting))
-        return begun
-
-    def _retry_or_fail(self, call: Call, error: ActorDiedError) -> None:
-        if call.method is CONSTRUCTOR:
-            return
-        if call.retries_left > 0 and not call.future.done():
-            call.retries_left -= 1
-            self._counts["retried"] += 1
-            self._queue.appendleft(call)
-        else:
-            self._fail(call, "died", type(error)(*error.args))
-
-    def _fail(self, call: Call, ending: str, error: BaseException) -> None:
-        self._end(call, ending, lambda: call.future.set_exception(error))
-
-    def _end(self, call: Call, ending: str, end_future: Callable[[], bool]) -> None:
-        """End a call that is with nobody any more. Counted first: whoever is woken may look at the numbers."""
-        self._ended += 1
-        self._counts[ending] += 1
-        if not end_future():  # it had ended by its time limit or by being cancelled, and was counted then
-            self._counts[ending] -= 1
+        again = functools.partial(self._enforce_end, child, call, why, warned=begun)
+        self._hub.loop.call_later(grace_s, again)
 
     # ----------------------------------------------------------------- the end
 
@@ -485,26 +428,25 @@ class ProcessActor:
     async def end(self, grace_s: float) -> None:
         """Stop, see `ActorHandle.stop` (hub thread)."""
         self._stopping = True
+        self._desk.refuse(lambda: unavailable_error(self._spec, "it is being stopped"))
         if grace_s > 0 and await self._becomes_idle(grace_s) and self._child is not None:
-            self._child.send(Kind.STOP, 0, 0, EMPTY)
+            self._desk.send(self._child.link, Kind.STOP)
             await self._wait_gone(_EXIT_WITHIN_S)
         self._go_down(lambda: unavailable_error(self._spec, "it was stopped"))
         await self._wait_gone(_KILL_WITHIN_S)
 
     async def _becomes_idle(self, limit_s: float) -> bool:
-        if not (self._queue or self._running):
-            return True
         idle = self._hub.loop.create_future()
         self._idle_waiters.append(idle)
+        self._desk.tell_idle()
         done, _ = await asyncio.wait([idle], timeout=limit_s)
         return bool(done)
 
-    def _check_idle(self) -> None:
-        if self._idle_waiters and not self._queue and not self._running:
-            waiters, self._idle_waiters = self._idle_waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+    def _now_idle(self) -> None:
+        waiters, self._idle_waiters = self._idle_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def _wait_gone(self, limit_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -520,15 +462,9 @@ class ProcessActor:
         waiters, self._ready_waiters = self._ready_waiters, []
         for waiter in waiters:
             waiter.set_exception(make_error())
-        for call in [*self._running.values(), *self._queue]:
-            if call.method is not CONSTRUCTOR:
-                self._fail(call, "unavailable", make_error())
-        self._running.clear()
-        self._queue.clear()
-        self._check_idle()
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
+        self._desk.fail_all(make_error)
+        if self._limits_timer is not None:
+            self._limits_timer.cancel()
         if self._child is not None:
             self._child.kill("it was stopped")
         else:
@@ -564,7 +500,7 @@ class ProcessActor:
         limit_s, beat_ns = self._heartbeat_timeout_s, child.page.heartbeat_ns
         silent_s = (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
         # a sync method may hold the interpreter lock for long (a regular expression): that is no blocked loop
-        runs_sync = any(child.page.kind(call.slot) is MethodKind.SYNC for call in self._running.values())
+        runs_sync = any(child.page.kind(call.slot) is MethodKind.SYNC for call in self._desk.running_calls())
         if silent_s > limit_s and not runs_sync:
             child.kill(f"its event loop has not turned for {silent_s:.0f} s, so an async method blocks it")
             return

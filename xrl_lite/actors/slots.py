@@ -3,7 +3,7 @@
 ::
 
     word 0        heartbeat of the child's event loop (ns)
-    per slot      started (ns; 0 = not yet) | kind of method | cancelled by the driver
+    per slot      started (ns) and kind of method, 0 = not yet | cancelled by the driver
 
 Every call that is with the child occupies one slot. The child writes `started`, then looks at `cancelled`; the driver
 writes `cancelled`, then looks at `started`. So at least one of them notices, without a message and without a lock, also
@@ -17,7 +17,8 @@ import os
 import time
 from enum import IntEnum
 
-_WORDS_PER_SLOT = 3
+_WORDS_PER_SLOT = 2
+_KIND_BITS = 2
 _BYTES_PER_WORD = 8
 
 
@@ -39,6 +40,7 @@ class SlotPage:
         os.ftruncate(fd, size)
         self._map = mmap.mmap(fd, size)
         self._words = memoryview(self._map).cast("Q")
+        self._cancelled: set[int] = set()
 
     @classmethod
     def create(cls, num_slots: int) -> SlotPage:
@@ -53,31 +55,34 @@ class SlotPage:
 
     def clear(self, slot: int) -> None:
         """Prepare a slot for the next call (driver)."""
-        at = self._at(slot)
-        self._words[at + 2] = self._words[at + 1] = self._words[at] = 0
+        at = 1 + slot * _WORDS_PER_SLOT
+        self._words[at] = 0
+        if slot in self._cancelled:
+            self._cancelled.remove(slot)
+            self._words[at + 1] = 0
 
     def start(self, slot: int, kind: MethodKind) -> bool:
         """Note that the call begins (child); return False where it was cancelled before."""
-        at = self._at(slot)
-        self._words[at + 1] = kind
-        self._words[at] = time.monotonic_ns()
-        return not self._words[at + 2]
+        at = 1 + slot * _WORDS_PER_SLOT
+        self._words[at] = time.monotonic_ns() << _KIND_BITS | kind
+        return not self._words[at + 1]
 
     def started_ns(self, slot: int) -> int:
         """When the call began, 0 if it has not (driver)."""
-        return self._words[self._at(slot)]
+        return self._words[1 + slot * _WORDS_PER_SLOT] >> _KIND_BITS
 
     def kind(self, slot: int) -> MethodKind:
         """What kind of method runs (driver)."""
-        return MethodKind(self._words[self._at(slot) + 1])
+        return MethodKind(self._words[1 + slot * _WORDS_PER_SLOT] & ((1 << _KIND_BITS) - 1))
 
     def cancel(self, slot: int) -> None:
         """Mark the call as cancelled (driver)."""
-        self._words[self._at(slot) + 2] = 1
+        self._cancelled.add(slot)
+        self._words[2 + slot * _WORDS_PER_SLOT] = 1
 
     def cancelled(self, slot: int) -> bool:
         """Whether the call is marked as cancelled (child)."""
-        return bool(self._words[self._at(slot) + 2])
+        return bool(self._words[2 + slot * _WORDS_PER_SLOT])
 
     def beat(self) -> None:
         """Note that the child's event loop turns."""
@@ -87,6 +92,3 @@ class SlotPage:
     def heartbeat_ns(self) -> int:
         """When the child's event loop last turned; 0 if it has none."""
         return self._words[0]
-
-    def _at(self, slot: int) -> int:
-        return 1 + slot * _WORDS_PER_SLOT

@@ -12,14 +12,14 @@ import os
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
 from xrl_lite.actors.payload import Packed
-from xrl_lite.actors.segments import Segment
+from xrl_lite.actors.segments import Mappings, Segment
 
 _HEADER = struct.Struct("<IIHBB")  # length of the body, call, slot, kind, number of descriptors
+_HEADER_BYTES = _HEADER.size
 _OWN_SEGMENT = 0x80
 _BUFFER_BYTES = 256 * 1024
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 250)
@@ -48,7 +48,7 @@ class Kind(IntEnum):
     """To the driver: the call was ended as asked, or never begun."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Frame:
     """One message."""
 
@@ -59,13 +59,7 @@ class Frame:
 
 
 EMPTY = Packed(b"")
-
-
-def encode(kind: Kind, call_id: int, slot: int, packed: Packed) -> tuple[bytes, list[int]]:
-    """Return the bytes of a frame and the descriptors that go with them."""
-    flags = len(packed.segments) | (_OWN_SEGMENT if packed.own_segment else 0)
-    header = _HEADER.pack(len(packed.body), call_id, slot, kind, flags)
-    return header + packed.body, [segment.fd for segment in packed.segments]
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 class FrameReader:
@@ -76,28 +70,26 @@ class FrameReader:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._have = 0
         self._fds: deque[int] = deque()
+        self._mappings = Mappings()
 
-    def read(self, flags: int = 0) -> Iterator[Frame]:
-        """Receive once and yield the frames that are complete now.
+    def read(self, flags: int = 0) -> list[Frame]:
+        """Receive once and return the frames that are complete now.
 
         Raises:
             EOFError: the other side is gone.
             BlockingIOError: nothing is there, with ``MSG_DONTWAIT``.
         """
+        have = self._have
+        room = self._buffer[have:] if have else self._buffer
         try:
-            count, ancillary, _, _ = self._sock.recvmsg_into(
-                [self._buffer[self._have :]], _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
-            )
+            count, ancillary, _, _ = self._sock.recvmsg_into([room], _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
         except ConnectionError as error:
             raise EOFError from error
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds = array.array("i")
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-                self._fds.extend(fds)
+        if ancillary:
+            self._take_descriptors(ancillary)
         if count == 0:
             raise EOFError
-        self._have += count
+        self._have = have + count
         return self._cut()
 
     def close(self) -> None:
@@ -105,24 +97,34 @@ class FrameReader:
         while self._fds:
             os.close(self._fds.popleft())
 
-    def _cut(self) -> Iterator[Frame]:
+    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds = array.array("i")
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+                self._fds.extend(fds)
+
+    def _cut(self) -> list[Frame]:
         frames: list[Frame] = []
         buffer, have, at = self._buffer, self._have, 0
-        while have - at >= _HEADER.size:
+        while have - at >= _HEADER_BYTES:
             length, call_id, slot, kind, flags = _HEADER.unpack_from(buffer, at)
-            end = at + _HEADER.size + length
-            if end > have:
+            begin = at + _HEADER_BYTES
+            if begin + length > have:
                 break
-            body = bytes(buffer[at + _HEADER.size : end])
-            own = bool(flags & _OWN_SEGMENT)
-            segments = tuple(Segment.received(self._fds.popleft()) for _ in range(flags & ~_OWN_SEGMENT))
-            frames.append(Frame(Kind(kind), call_id, slot, Packed(body, segments, own)))
-            at = end
+            at = begin + length
+            body = bytes(buffer[begin:at])
+            packed = self._with_segments(body, flags) if flags else Packed(body)
+            frames.append(Frame(_KINDS[kind], call_id, slot, packed))
         if at:
-            rest = bytes(buffer[at:have])
-            buffer[: len(rest)] = rest
-            self._have = len(rest)
-        return iter(frames)
+            self._have = have - at
+            if self._have:
+                buffer[: self._have] = bytes(buffer[at:have])
+        return frames
+
+    def _with_segments(self, body: bytes, flags: int) -> Packed:
+        segments = tuple(Segment.received(self._fds.popleft(), self._mappings) for _ in range(flags & ~_OWN_SEGMENT))
+        return Packed(body, segments, bool(flags & _OWN_SEGMENT))
 
 
 class FrameWriter:
@@ -130,17 +132,21 @@ class FrameWriter:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._out: deque[tuple[memoryview, list[int], Packed]] = deque()
+        self._out: deque[tuple[bytes, Packed]] = deque()
+        self._begun: memoryview | None = None
+        """What is left of bytes that were sent in part; their descriptors went with the first one."""
 
     @property
     def pending(self) -> bool:
         """Whether something is left to send."""
-        return bool(self._out)
+        return bool(self._out) or self._begun is not None
 
     def put(self, kind: Kind, call_id: int, slot: int, packed: Packed) -> None:
         """Queue a frame. Its segments stay open until it has left."""
-        data, fds = encode(kind, call_id, slot, packed)
-        self._out.append((memoryview(data), fds, packed))
+        body, flags = packed.body, 0
+        if packed.segments:
+            flags = len(packed.segments) | _OWN_SEGMENT if packed.own_segment else len(packed.segments)
+        self._out.append((_HEADER.pack(len(body), call_id, slot, kind, flags) + body, packed))
 
     def flush(self, flags: int = socket.MSG_DONTWAIT) -> None:
         """Send what the socket takes.
@@ -149,15 +155,15 @@ class FrameWriter:
             BlockingIOError: it takes no more; try again when it is writable.
             OSError: the other side is gone.
         """
-        while self._out:
-            data, fds, packed = self._out[0]
-            if fds:
-                rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
-                sent = self._sock.sendmsg([data], rights, flags)
-                self._out[0] = (data, [], packed)  # the descriptors went with the first byte
+        while self._begun is not None or self._out:
+            if self._begun is not None:
+                left = self._begun
+                sent = self._sock.send(left, flags)
+                self._begun = left[sent:] if sent < len(left) else None
+            elif self._out[0][1].segments:
+                self._send_with_descriptors(flags)
             else:
-                sent = self._sock.sendmsg(list(self._joinable()), [], flags)
-            self._drop(sent)
+                self._send_joined(flags)
 
     def send(self, kind: Kind, call_id: int, slot: int, packed: Packed) -> None:
         """Send one frame, waiting for room."""
@@ -167,20 +173,32 @@ class FrameWriter:
     def clear(self) -> None:
         """Forget what has not been sent."""
         self._out.clear()
+        self._begun = None
 
-    def _joinable(self) -> Iterator[memoryview]:
-        size = 0
-        for data, fds, _ in self._out:
-            if fds or size > _SEND_BYTES:
-                return
-            size += data.nbytes
-            yield data
+    def _send_with_descriptors(self, flags: int) -> None:
+        data, packed = self._out[0]
+        fds = array.array("i", [segment.fd for segment in packed.segments])
+        sent = self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], flags)
+        self._out.popleft()
+        if sent < len(data):
+            self._begun = memoryview(data)[sent:]
 
-    def _drop(self, sent: int) -> None:
-        while sent:
-            data, fds, packed = self._out[0]
-            if sent < data.nbytes:
-                self._out[0] = (data[sent:], fds, packed)
-                return
-            sent -= data.nbytes
-            self._out.popleft()
+    def _send_joined(self, flags: int) -> None:
+        """Send the frames at the front together, as far as they carry no descriptors."""
+        out = self._out
+        if len(out) == 1:
+            data, count = out[0][0], 1
+        else:
+            parts: list[bytes] = []
+            size = 0
+            for part, packed in out:
+                if packed.segments or size > _SEND_BYTES:
+                    break
+                parts.append(part)
+                size += len(part)
+            data, count = b"".join(parts), len(parts)
+        sent = self._sock.send(data, flags)
+        for _ in range(count):
+            out.popleft()
+        if sent < len(data):
+            self._begun = memoryview(data)[sent:]

@@ -106,11 +106,11 @@ def test_the_machine_is_what_this_process_may_use() -> None:
 def test_a_future_ends_once() -> None:
     future: CallFuture[int] = CallFuture("f()")
     seen: list[bool] = []
-    future.add_done_callback(lambda done: seen.append(done.done()))
+    future.when_done(lambda done: seen.append(done.done()))
     assert future.set_result(1)
     assert not future.set_exception(ValueError())
     assert not future.cancel()
-    future.add_done_callback(lambda done: seen.append(done.done()))
+    future.when_done(lambda done: seen.append(done.done()))
     assert future.result() == 1
     assert future.exception() is None
     assert seen == [True, True]
