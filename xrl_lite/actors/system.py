@@ -436,7 +436,7 @@ def when_all_have_ended(futures: Sequence[CallFuture[None]], label: str) -> Call
             whole.set_result(None)
 
     for future in futures:
-        future.add_done_callback(count)
+        future.when_done(count)
     if not futures:
         whole.set_result(None)
     return whole
