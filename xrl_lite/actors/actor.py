@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from asyncio import _get_running_loop
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from xrl_lite.actors.future import CallFuture
@@ -19,6 +20,7 @@ DeathCallback = Callable[[ActorDiedError], None]
 
 _OUR_FRAME = "xrl_lite/actors/worker.py"
 
+_NOTHING = Packed(b"")
 _call_ids = itertools.count(1)
 
 
@@ -48,20 +50,49 @@ class ActorSpec:
     """Name of the bundle out of which it is taken; empty for none."""
 
 
-@dataclass(eq=False, slots=True)
-class Call:
-    """One call on its way."""
+class Call(CallFuture[Any]):
+    """One call on its way; also the future that whoever made it holds."""
 
-    method: str
-    packed: Packed
-    future: CallFuture[Any]
-    timeout_s: float | None = None
-    retries_left: int = 0
-    call_id: int = field(default_factory=lambda: next(_call_ids) & 0xFFFFFFFF)
-    slot: int = -1
-    """Its slot in the child's page; -1 while it is not with a child."""
-    is_counted: bool = False
-    """Whether its end stands in the statistics."""
+    __slots__ = ("_actor", "call_id", "is_counted", "method", "packed", "retries_left", "slot", "timeout_s")
+
+    def __init__(
+        self, actor: Actor | None, method: str, packed: Packed, timeout_s: float | None = None, retries: int = 0
+    ) -> None:
+        # all at once, without the constructor of the base class: every call pays for this
+        self._loop = loop = _get_running_loop()
+        self._asyncio_future_blocking = None if loop is None else False
+        self._unended = [True]
+        self._done = self._cancelled = self.is_counted = False
+        self._value = self._packed = self._error = None
+        self._callbacks = []
+        self._actor = actor
+        self.method = method
+        self.packed = packed
+        self.timeout_s = timeout_s
+        self.retries_left = retries
+        self.call_id = next(_call_ids) & 0xFFFFFFFF
+        self.slot = -1  # in the page of the child; -1 while it is with none
+
+    @property
+    def label(self) -> str:
+        return f"{self.method}() of actor {self._actor.spec.name!r}" if self._actor is not None else self.method
+
+    @property
+    def future(self) -> Call:
+        return self
+
+    def cancel(self, msg: object = None) -> bool:
+        if not super().cancel(msg):
+            return False
+        if self._actor is not None:
+            self._actor.cancel(self)
+        return True
+
+    def _end(self) -> None:
+        self._done = True
+        self.packed = _NOTHING  # whoever keeps the future has no use for the arguments
+        if self._callbacks:
+            self._call_back()
 
 
 class Actor(Protocol):

@@ -12,7 +12,6 @@ Futures end outside of it: whoever is told of that may do anything.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
@@ -107,7 +106,6 @@ class Desk:
 
     def submit(self, call: Call) -> None:
         """Take a call. It is sent at once where a child serves and nothing waits before it."""
-        loop = asyncio._get_running_loop()
         with self._lock:
             refusal = self._refusal
             if refusal is None:
@@ -116,13 +114,14 @@ class Desk:
                 if link is None or self._queue or not link.free_slots:
                     self._queue.append(call)
                 else:
-                    self._send_first(link, call, loop)
+                    self._send_from_caller(link, call)
         if refusal is not None:
-            call.future.set_exception(refusal())
+            call.set_exception(refusal())
 
     def receive(self, link: Link) -> bool:
         """Take the replies that have arrived, and send what waited for their slots. Return whether there were any."""
         ended: deque[tuple[Call, Frame]] = deque()
+        running, counts = self._running, self._counts
         with self._lock:
             try:
                 frames = link.read()
@@ -134,19 +133,29 @@ class Desk:
                 link.at_end = True
                 self._hub.post(self._on_broken, link, "the driver could not read what it sent")
                 return False
-            if not frames:
-                return False
             for frame in frames:
-                if (call := self._running.pop(frame.call_id, None)) is not None:
-                    link.free_slots.append(call.slot)
-                    if call.method is not CONSTRUCTOR:
-                        self._count(call, _ENDING_OF[frame.kind])
-                    ended.append((call, frame))
-            if self._queue and link is self._link:
+                call = running.pop(frame.call_id, None)
+                if call is None:
+                    continue
+                link.free_slots.append(call.slot)
+                ended.append((call, frame))
+                if call.method is not CONSTRUCTOR:
+                    self._ended += 1
+                    if not call.done():  # counted before it is told: whoever is woken may look at the numbers
+                        counts[_ENDING_OF[frame.kind]] += 1
+                        call.is_counted = True
+            if self._queue and frames and link is self._link:
                 self._pump(link)
-            self._look_for_idle()
+            if self._tells_idle:
+                self._look_for_idle()
+        if not ended:
+            return bool(frames)
         try:
-            self._deliver(link, ended)
+            if link.poller is self._hub.loop:
+                with WakeTogether():
+                    self._deliver(link, ended)
+            else:
+                self._deliver(link, ended)
         except BaseException:  # Ctrl-C in a thread: what was taken from the socket must reach its callers all the same
             self._hub.post(self._deliver, link, ended)
             raise
@@ -204,14 +213,17 @@ class Desk:
     def fail(self, call: Call, ending: str, error: BaseException) -> None:
         """End a call that is with nobody any more."""
         with self._lock:
-            self._count(call, ending)
-        self._settle(call, ending, call.future.set_exception(error))
+            self._ended += 1
+            call.is_counted = not call.done()
+            self._counts[ending] += call.is_counted
+        if not call.set_exception(error):
+            self._take_back_count(call, ending)
 
     def expire(self, call: Call, error: BaseException) -> None:
         """End the future of a call that is with the child, which holds its slot until it has let go of it."""
         with self._lock:
             self._counts["timeout"] += 1
-        if not call.future.set_exception(error):
+        if not call.set_exception(error):
             with self._lock:
                 self._counts["timeout"] -= 1
 
@@ -269,7 +281,8 @@ class Desk:
 
     # --------------------------------------------------------- under the lock
 
-    def _send_first(self, link: Link, call: Call, loop: asyncio.AbstractEventLoop | None) -> None:
+    def _send_from_caller(self, link: Link, call: Call) -> None:
+        loop = call.home
         alone = not self._running
         self._hand_over(link, call, Kind.CALL)
         if loop is not link.poller:
@@ -293,7 +306,7 @@ class Desk:
         """Send what waits, as far as there are slots."""
         while self._queue and link.free_slots:
             call = self._queue.popleft()
-            if call.future.done():  # cancelled while it waited
+            if call.done():  # cancelled while it waited
                 self._ended += 1
             else:
                 self._hand_over(link, call, Kind.CALL)
@@ -302,13 +315,6 @@ class Desk:
             self._looked_after = True
             self._hub.post(self._look)
 
-    def _count(self, call: Call, ending: str) -> None:
-        """Note the end of a call. Before it is told to anybody: whoever is woken may look at the numbers."""
-        self._ended += 1
-        if not call.future.done():  # otherwise its time limit or a caller ended it, and it was counted then
-            self._counts[ending] += 1
-            call.is_counted = True
-
     def _look_for_idle(self) -> None:
         if self._tells_idle and not self._queue and not self._running:
             self._hub.post(self._on_idle)
@@ -316,23 +322,24 @@ class Desk:
     # ----------------------------------------------------------- without lock
 
     def _deliver(self, link: Link, ended: deque[tuple[Call, Frame]]) -> None:
-        with WakeTogether():
-            while ended:
-                call, frame = ended[0]
-                if call.method is CONSTRUCTOR:
-                    self._on_constructed(link, frame)
-                elif frame.kind is Kind.RESULT:
-                    self._settle(call, "ok", call.future.set_packed(frame.packed))
-                elif frame.kind is Kind.ERROR:
-                    error = unpack_failure(frame.packed).error(self._name, call.method)
-                    self._settle(call, "raised", call.future.set_exception(error))
-                else:
-                    self._settle(call, "cancelled", call.future.cancel())
-                ended.popleft()
+        while ended:
+            call, frame = ended[0]
+            if frame.kind is Kind.RESULT and call.method is not CONSTRUCTOR:
+                if not call.set_packed(frame.packed):
+                    self._take_back_count(call, "ok")
+            elif call.method is CONSTRUCTOR:
+                self._on_constructed(link, frame)
+            elif frame.kind is Kind.ERROR:
+                error = unpack_failure(frame.packed).error(self._name, call.method)
+                if not call.set_exception(error):
+                    self._take_back_count(call, "raised")
+            elif not call.cancel():
+                self._take_back_count(call, "cancelled")
+            ended.popleft()
 
-    def _settle(self, call: Call, ending: str, told: bool) -> None:
-        """Take a count back where the future ended otherwise in the last moment."""
-        if not told and call.is_counted:
+    def _take_back_count(self, call: Call, ending: str) -> None:
+        """The future ended otherwise in the last moment."""
+        if call.is_counted:
             with self._lock:
                 self._counts[ending] -= 1
 

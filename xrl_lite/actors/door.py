@@ -17,7 +17,6 @@ Waiting:
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import pickle
 import socket
@@ -27,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xrl_lite.actors.actor import ActorSpec, Call, DeathCallback, unavailable_error
+from xrl_lite.actors.actor import Actor, ActorSpec, Call, DeathCallback, unavailable_error
 from xrl_lite.actors.failure import describe, pack_failure, unpack_failure
 from xrl_lite.actors.future import CallFuture, WakeTogether
 from xrl_lite.actors.hub import Hub
@@ -55,11 +54,9 @@ class CallOptions:
 class Door:
     """The driver's side of one actor's door. Made in any thread, lives in the hub's."""
 
-    def __init__(self, hub: Hub, name: str, submit: Callable[[Call], None], cancel: Callable[[Call], None]) -> None:
+    def __init__(self, hub: Hub, actor: Actor) -> None:
         self._hub = hub
-        self._name = name
-        self._submit = submit
-        self._cancel = cancel
+        self._actor = actor
         self._visitors: set[_Visitor] = set()
         self._inside, outside = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._inside.setblocking(False)
@@ -81,32 +78,20 @@ class Door:
             return
         for fd in fds:
             sock = socket.socket(fileno=fd)
-            self._visitors.add(
-                _Visitor(self._hub, sock, self._name, self._submit, self._cancel, self._visitors.discard)
-            )
+            self._visitors.add(_Visitor(self._hub, sock, self._actor, self._visitors.discard))
 
 
 class _Visitor:
     """One connection of one process to one actor (hub thread)."""
 
-    def __init__(
-        self,
-        hub: Hub,
-        sock: socket.socket,
-        name: str,
-        submit: Callable[[Call], None],
-        cancel: Callable[[Call], None],
-        on_end: Callable[[_Visitor], None],
-    ) -> None:
+    def __init__(self, hub: Hub, sock: socket.socket, actor: Actor, on_end: Callable[[_Visitor], None]) -> None:
         self._hub = hub
         self._sock = sock
-        self._name = name
-        self._submit = submit
-        self._cancel = cancel
+        self._actor = actor
         self._on_end = on_end
         self._reader = FrameReader(sock)
         self._writer = FrameWriter(sock)
-        self._calls: dict[int, CallFuture[Any]] = {}
+        self._calls: dict[int, Call] = {}
         self._options: dict[int, CallOptions] = {}
         self._closed = False
         hub.loop.add_reader(sock, self._receive)
@@ -120,8 +105,8 @@ class _Visitor:
         self._sock.close()
         self._reader.close()
         self._on_end(self)
-        for future in list(self._calls.values()):
-            future.cancel()  # nobody is left who waits for them
+        for call in list(self._calls.values()):
+            call.cancel()  # nobody is left who waits for them
         self._calls.clear()
 
     def _receive(self) -> None:
@@ -138,17 +123,15 @@ class _Visitor:
             self._options[frame.call_id] = pickle.loads(frame.packed.body)
         elif frame.kind is Kind.CALL:
             self._call(frame)
-        elif frame.kind is Kind.CANCEL and (future := self._calls.get(frame.call_id)) is not None:
-            future.cancel()
+        elif frame.kind is Kind.CANCEL and (call := self._calls.get(frame.call_id)) is not None:
+            call.cancel()
 
     def _call(self, frame: Frame) -> None:
         options = self._options.pop(frame.call_id)
-        future: CallFuture[Any] = CallFuture(f"{options.method}() of actor {self._name!r}")
-        call = Call(options.method, frame.packed, future, options.timeout_s, options.retries)
-        future.set_canceller(functools.partial(self._cancel, call))
-        self._calls[frame.call_id] = future
-        self._submit(call)
-        future.when_done(lambda done: self._hub.post(self._reply, frame.call_id, done))
+        call = Call(self._actor, options.method, frame.packed, options.timeout_s, options.retries)
+        self._calls[frame.call_id] = call
+        self._actor.submit(call)
+        call.when_done(lambda done: self._hub.post(self._reply, frame.call_id, done))
 
     def _reply(self, call_id: int, future: CallFuture[Any]) -> None:
         if self._closed or self._calls.pop(call_id, None) is None:
@@ -305,16 +288,16 @@ class _Connection:
         if call is None:
             return
         if frame.kind is Kind.RESULT:
-            call.future.set_packed(frame.packed)
+            call.set_packed(frame.packed)
         elif frame.kind is Kind.ERROR:
-            call.future.set_exception(unpack_failure(frame.packed).error(self._spec.name, call.method))
+            call.set_exception(unpack_failure(frame.packed).error(self._spec.name, call.method))
         else:
-            call.future.cancel()
+            call.cancel()
 
     def _fail_all(self) -> None:
         for call_id in list(self.calls):
             if (call := self.calls.pop(call_id, None)) is not None:
-                call.future.set_exception(unavailable_error(self._spec, "it was stopped, or its system is gone"))
+                call.set_exception(unavailable_error(self._spec, "it was stopped, or its system is gone"))
 
 
 def reduce_through(door: Segment, spec: ActorSpec) -> tuple[Any, ...]:

@@ -15,8 +15,7 @@ T = TypeVar("T")
 
 _PENDING = object()
 
-_unpack_locks = [threading.RLock() for _ in range(16)]
-"""Of two threads that ask for the same result one unpacks it. A lock for each future would cost every call its time."""
+_unpack_lock = threading.RLock()
 
 
 class CallFuture(Generic[T]):
@@ -33,7 +32,6 @@ class CallFuture(Generic[T]):
     __slots__ = (
         "_asyncio_future_blocking",
         "_callbacks",
-        "_cancel_call",
         "_cancelled",
         "_done",
         "_error",
@@ -49,7 +47,6 @@ class CallFuture(Generic[T]):
         self._loop = loop = asyncio._get_running_loop()
         # how a task recognises a future, see asyncio.isfuture; None says it is none, and is awaited in the slower way
         self._asyncio_future_blocking: bool | None = None if loop is None else False
-        self._cancel_call: Callable[[], None] | None = None
         self._unended = [True]
         self._done = False
         self._cancelled = False
@@ -58,9 +55,19 @@ class CallFuture(Generic[T]):
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[CallFuture[T]], None]] = []
 
+    @property
+    def label(self) -> str:
+        """What an error calls it."""
+        return self._label
+
+    @property
+    def home(self) -> asyncio.AbstractEventLoop | None:
+        """The loop that ran where it was made; None where there was none."""
+        return self._loop
+
     def __repr__(self) -> str:
         state = "pending" if not self._done else "cancelled" if self._cancelled else "failed" if self._error else "done"
-        return f"<CallFuture of {self._label}: {state}>"
+        return f"<CallFuture of {self.label}: {state}>"
 
     def __await__(self) -> Generator[Any, None, T]:
         if not self._done:
@@ -70,6 +77,8 @@ class CallFuture(Generic[T]):
                 yield self
             else:
                 yield from self._wait_on(loop)
+        if self._error is None and self._packed is None and not self._cancelled:
+            return cast("T", self._value)
         return self._outcome()
 
     def result(self, timeout_s: float | None = None) -> T:
@@ -82,7 +91,7 @@ class CallFuture(Generic[T]):
             done = threading.Event()
             self.when_done(lambda _: done.set())
             if not done.wait(timeout_s):
-                raise TimeoutError(f"{self._label} has not ended within {timeout_s:g} s; it goes on.")
+                raise TimeoutError(f"{self.label} has not ended within {timeout_s:g} s; it goes on.")
         return self._outcome()
 
     def done(self) -> bool:
@@ -101,7 +110,7 @@ class CallFuture(Generic[T]):
             asyncio.CancelledError: it was cancelled.
         """
         if not self._done:
-            raise asyncio.InvalidStateError(f"{self._label} has not ended.")
+            raise asyncio.InvalidStateError(f"{self.label} has not ended.")
         if self._cancelled:
             raise asyncio.CancelledError
         return self._error
@@ -111,10 +120,7 @@ class CallFuture(Generic[T]):
         if not self._begin_end():
             return False
         self._cancelled = True
-        cancel_call = self._cancel_call
         self._end()
-        if cancel_call is not None:
-            cancel_call()
         return True
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
@@ -142,13 +148,11 @@ class CallFuture(Generic[T]):
         if self._done:  # perhaps too late for the thread that ended it
             self._call_back()
 
-    def set_canceller(self, cancel_call: Callable[[], None]) -> None:
-        """Set what ends the call when the future is cancelled."""
-        self._cancel_call = cancel_call
-
     def set_packed(self, packed: Packed) -> bool:
         """End with a result that whoever asks first unpacks, in his own thread; False if it had ended before."""
-        if not self._begin_end():
+        try:
+            self._unended.pop()
+        except IndexError:
             return False
         self._packed = packed
         self._end()
@@ -186,8 +190,8 @@ class CallFuture(Generic[T]):
 
     def _end(self) -> None:
         self._done = True
-        self._cancel_call = None  # it refers to the call, and the call to us: no payload may wait for the collector
-        self._call_back()
+        if self._callbacks:
+            self._call_back()
 
     def _call_back(self) -> None:
         callbacks = self._callbacks
@@ -218,15 +222,22 @@ class CallFuture(Generic[T]):
         return cast("T", self._value)
 
     def _unpack(self) -> None:
-        with _unpack_locks[(id(self) >> 6) % len(_unpack_locks)]:
-            if self._packed is None:
-                return
-            try:
-                self._value = unpack(self._packed)
-            except Exception as error:  # noqa: BLE001 a user's class may raise anything while it is rebuilt
-                error.add_note(f"Raised while the result of {self._label} was unpickled at the caller.")
-                self._error = error
-            self._packed = None
+        packed = self._packed
+        if packed is not None and not packed.own_segment:
+            self._take_from(packed)
+            return
+        with _unpack_lock:  # shared memory is lent for one reading; of two threads that ask at once one does it
+            packed = self._packed
+            if packed is not None:
+                self._take_from(packed)
+
+    def _take_from(self, packed: Packed) -> None:
+        try:
+            self._value = unpack(packed)
+        except Exception as error:  # noqa: BLE001 a user's class may raise anything while it is rebuilt
+            error.add_note(f"Raised while the result of {self.label} was unpickled at the caller.")
+            self._error = error
+        self._packed = None
 
 
 class _OnLoop:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from xrl_lite.actors.actor import Actor, Call, DeathCallback
 from xrl_lite.actors.future import CallFuture
-from xrl_lite.actors.payload import pack
+from xrl_lite.actors.payload import pack_call
 from xrl_lite.actors.room import Room
 from xrl_lite.errors import ActorError, did_you_mean
 
@@ -114,7 +113,7 @@ class ActorHandle:
 class ActorMethod:
     """One method of an actor, with the options of its calls."""
 
-    __slots__ = ("_actor", "_label", "_name", "_retries", "_room", "_timeout_s")
+    __slots__ = ("_actor", "_name", "_retries", "_room", "_timeout_s")
 
     def __init__(
         self, actor: Actor, name: str, room: Room, *, timeout_s: float | None = None, max_task_retries: int = 0
@@ -124,7 +123,6 @@ class ActorMethod:
         self._room = room
         self._timeout_s = timeout_s
         self._retries = max_task_retries
-        self._label = f"{name}() of actor {actor.spec.name!r}"
 
     def options(self, *, timeout_s: float | None = None, max_task_retries: int = 0) -> ActorMethod:
         """Return this method with other options.
@@ -168,25 +166,21 @@ class ActorMethod:
             raise
         return self._send(args, kwargs)
 
-    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallFuture[Any]:
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Send a call for which there is room."""
-        actor, name = self._actor, self._name
         try:
-            packed = pack(
-                (name, args, kwargs),
-                name=name,
-                names=lambda: _argument_names(actor.spec.cls, name, args, kwargs),
-                once=not self._retries,
-            )
+            packed = pack_call(self._name, args, kwargs, names=self._argument_names, once=not self._retries)
         except BaseException:
             self._room.leave()
             raise
-        future: CallFuture[Any] = CallFuture(self._label)
-        call = Call(name, packed, future, self._timeout_s, self._retries)
-        future.set_canceller(functools.partial(actor.cancel, call))
-        future.when_done(self._room.leave)
-        actor.submit(call)
-        return future
+        call = Call(self._actor, self._name, packed, self._timeout_s, self._retries)
+        call.when_done(self._room.leave)
+        self._actor.submit(call)
+        return call
+
+    def _argument_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments by parameter name, so that an error can say ``config`` instead of ``args[0]``."""
+        return name_arguments(getattr(self._actor.spec.cls, self._name, None), args, kwargs, skip_first=True)
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(f"Call {self._name}() of an actor so: await handle.{self._name}.remote(...).")
@@ -194,13 +188,6 @@ class ActorMethod:
 
 def _rebuild(build: Callable[..., Actor], arguments: tuple[Any, ...]) -> ActorHandle:
     return ActorHandle(build(*arguments))
-
-
-def _argument_names(
-    cls: Callable[..., Any], method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return arguments by parameter name, so that an error can say ``config`` instead of ``args[0]``."""
-    return name_arguments(getattr(cls, method, None), args, kwargs, skip_first=True)
 
 
 def name_arguments(

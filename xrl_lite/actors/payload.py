@@ -138,16 +138,16 @@ def pack(value: object, *, name: str, names: NameParts | None = None, code: bool
         PayloadError: something in it cannot be pickled; the message says where.
     """
     buffers: list[memoryview] = []
+    collected: list[Segment] = []
     travelling = _this_thread.travelling
-    outer = travelling.collected
-    travelling.collected = collected = []
+    outer, travelling.collected = travelling.collected, collected
     try:
         data = _dumps(value, buffers, collected, code=code)
     except _UNPICKLABLE as error:
         _refuse(error, names() if names is not None else {name: value})
     finally:
         travelling.collected = outer
-    if not buffers and len(data) <= THRESHOLD_BYTES and not collected:
+    if not buffers and not collected and len(data) <= THRESHOLD_BYTES:
         return Packed(data)
     if len(collected) > MAX_SHARED:
         raise PayloadError(
@@ -157,6 +157,18 @@ def pack(value: object, *, name: str, names: NameParts | None = None, code: bool
         return Packed(data, tuple(collected))
     segment, body = _write([memoryview(data), *buffers], lent=once)
     return Packed(body, (segment, *collected), own_segment=True)
+
+
+def pack_call(
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    names: Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, object]],
+    once: bool,
+) -> Packed:
+    """Pickle a call, as `pack` does; `names` gives its arguments by name."""
+    return pack((method, args, kwargs), name=method, names=lambda: names(args, kwargs), once=once)
 
 
 def _write(parts: list[memoryview], *, lent: bool) -> tuple[Segment, bytes]:
@@ -210,6 +222,18 @@ def _learn_tensors() -> bool:
 
 
 def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *, code: bool) -> bytes:
+    by_value = code or cloudpickle_impl.list_registry_pickle_by_value()
+    if not by_value and not _reducers and "torch" not in sys.modules:
+        # most payloads have neither tensors nor large buffers nor code, and take no longer than pickle itself
+        found: list[pickle.PickleBuffer] = []
+        try:
+            data = pickle.dumps(value, _PROTOCOL, buffer_callback=found.append)
+            if not found and not (_STACK_GLOBAL in data and b"__main__" in data):
+                return data
+        except _UNPICKLABLE:
+            pass
+        collected.clear()
+
     def take(buffer: pickle.PickleBuffer) -> bool:
         """Let large buffers travel outside the pickle."""
         raw = buffer.raw()
@@ -218,7 +242,7 @@ def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *
         buffers.append(raw)
         return False
 
-    if not code and not cloudpickle_impl.list_registry_pickle_by_value():
+    if not by_value:
         try:
             return _dump_data(value, take)
         except (*_UNPICKLABLE, _RefersToMainError):
@@ -252,7 +276,8 @@ def pickles(value: object) -> bool:
     """Whether `value` could be sent."""
     travelling = _this_thread.travelling
     outer = travelling.collected
-    travelling.collected = collected = []
+    collected: list[Segment] = []
+    travelling.collected = collected
     try:
         _dumps(value, [], collected, code=False)
     except Exception:  # noqa: BLE001 whatever a user's __reduce__ raises means no

@@ -186,7 +186,7 @@ class ProcessActor:
             if self._final_error is not None:
                 raise self._final_error()
             if self._door is None:
-                self._door = Door(self._hub, self._spec.name, self.submit, self.cancel)
+                self._door = Door(self._hub, self)
             return reduce_through(self._door.segment, self._spec)
 
     def dump_stacks(self) -> tuple[ActorLog, int] | None:
@@ -226,7 +226,7 @@ class ProcessActor:
             self._hub, self._server(), self._fork_request(link), self._log.fd, link, on_death=self._on_death
         )
         limit = self._spec.start_timeout_s
-        construction = Call(CONSTRUCTOR, self._spec.construction, CallFuture(CONSTRUCTOR), timeout_s=limit)
+        construction = Call(None, CONSTRUCTOR, self._spec.construction, timeout_s=limit)
         self._desk.construct(link, construction)
         self._watch(self._child)
 
@@ -332,7 +332,7 @@ class ProcessActor:
     def _retry_or_fail(self, call: Call, error: ActorDiedError) -> None:
         if call.method is CONSTRUCTOR:
             return
-        if call.retries_left > 0 and not call.future.done():
+        if call.retries_left > 0 and not call.done():
             call.retries_left -= 1
             self._desk.again(call)
         else:
@@ -360,7 +360,7 @@ class ProcessActor:
 
     def _left_s(self, child: Child, call: Call) -> float:
         """Seconds that a call may still run; its clock stands until it has begun."""
-        if call.timeout_s is None or call in self._expiring or call.future.done():
+        if call.timeout_s is None or call in self._expiring or call.done():
             return math.inf
         started_ns = child.page.started_ns(call.slot)
         return call.timeout_s - (time.monotonic_ns() - started_ns) / 1e9 if started_ns else call.timeout_s

@@ -44,7 +44,7 @@ class CallInterrupted(BaseException):
     """Raised in the main thread while a call runs that is to be cancelled. No Exception, so user code lets it pass."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Work:
     """A call, unpacked."""
 
@@ -165,8 +165,8 @@ class _SyncRunner:
         try:
             work = work or unpack_call(frame)
             result = getattr(self.target, work.name)(*work.args, **work.kwargs)
-            if inspect.isawaitable(result):
-                result = self.await_result(result)
+            if hasattr(result, "__await__") or inspect.isgenerator(result):
+                result = self.await_result(result) if inspect.isawaitable(result) else result
         except CallInterrupted:
             raise
         except SystemExit as error:

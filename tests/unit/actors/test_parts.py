@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -129,10 +130,10 @@ async def test_a_future_may_be_awaited_by_many_and_ended_from_a_thread() -> None
     assert await asyncio.gather(*waiting) == [7, 7, 7]
 
 
-async def test_cancelling_the_waiter_cancels_the_future_and_tells_its_owner() -> None:
+async def test_cancelling_the_waiter_cancels_the_future_and_tells_whoever_watches() -> None:
     told: list[str] = []
     future: CallFuture[int] = CallFuture("f()")
-    future.set_canceller(lambda: told.append("cancelled"))
+    future.when_done(lambda done: told.append("cancelled" if done.cancelled() else "ended"))
     task = asyncio.ensure_future(future)
     await asyncio.sleep(0)
     task.cancel()
@@ -140,6 +141,56 @@ async def test_cancelling_the_waiter_cancels_the_future_and_tells_its_owner() ->
         await task
     assert future.cancelled()
     assert told == ["cancelled"]
+
+
+async def test_asyncio_takes_it_as_a_future_of_the_loop_it_was_made_on() -> None:
+    first, second, third = (CallFuture[int](f"f{index}()") for index in range(3))
+    threading.Thread(target=first.set_result, args=(1,)).start()
+    done, pending = await asyncio.wait({first, second}, return_when=asyncio.FIRST_COMPLETED)
+    assert done == {first}
+    assert pending == {second}
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(second, 0.01)
+    assert second.cancelled()
+    threading.Thread(target=third.set_exception, args=(ValueError("no"),)).start()
+    assert [str(result) for result in await asyncio.gather(first, third, return_exceptions=True)] == ["1", "no"]
+
+
+def test_it_can_be_awaited_on_another_loop_than_its_own() -> None:
+    async def make() -> CallFuture[int]:
+        return CallFuture("f()")
+
+    async def wait(future: CallFuture[int]) -> int:
+        threading.Timer(0.01, future.set_result, (7,)).start()
+        return await future
+
+    future = asyncio.run(make())
+    assert asyncio.run(wait(future)) == 7
+
+
+def test_threads_that_race_end_it_once_and_call_back_once() -> None:
+    for _ in range(200):
+        future: CallFuture[int] = CallFuture("f()")
+        won: list[bool] = []
+        told: list[int] = []
+        start = threading.Barrier(4)
+
+        def end(value: int, future: CallFuture[int] = future, won: list[bool] = won, start: Any = start) -> None:
+            start.wait()
+            won.append(future.set_result(value))
+
+        def watch(future: CallFuture[int] = future, told: list[int] = told, start: Any = start) -> None:
+            start.wait()
+            future.when_done(lambda done: told.append(done.result()))
+
+        threads = [threading.Thread(target=end, args=(value,)) for value in (1, 2)]
+        threads += [threading.Thread(target=watch) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(won) == [False, True]
+        assert told == [future.result()] * 2
 
 
 async def test_a_result_that_does_not_unpickle_is_an_error_with_a_note() -> None:
