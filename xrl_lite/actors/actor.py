@@ -6,7 +6,7 @@ import itertools
 from asyncio import _get_running_loop
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from xrl_lite.actors.future import CallFuture

@@ -446,7 +446,7 @@ class InlineActor:
             self._die("its process was killed by a scripted fault while it was constructed")
             return
         limit_s = self._spec.start_timeout_s
-        construction = Call(CONSTRUCTOR, self._spec.construction, CallFuture(CONSTRUCTOR), timeout_s=limit_s)
+        construction = Call(None, CONSTRUCTOR, self._spec.construction, limit_s)
         with self._clock.measure(limit_s) as watch:
             try:
                 cls, args, kwargs = unpack(self._spec.construction)
