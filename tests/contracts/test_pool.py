@@ -124,7 +124,7 @@ async def test_a_call_is_given_to_another_replica_only_when_asked(system: ActorS
         await pool.call("exit", 1)
     assert await pool.call("exit_unless", str(tmp_path / "tries"), 2, max_task_retries=2) == 3
     assert pool.statistics()["num_down"] == 3
-    with pytest.raises(ActorDiedError):
+    with pytest.raises((ActorDiedError, ActorUnavailableError)):
         await pool.call("exit", 1, max_task_retries=10)
     pool.kill()
 
@@ -152,7 +152,7 @@ async def test_a_pool_is_spawned_as_a_whole_or_not_at_all(system: ActorSystem) -
     with pytest.raises(ResourceError):
         ActorPool.spawn(system, bodies.Stateful, num_actors=3, name="large", num_cpus=30)
     async with asyncio.timeout(LIMIT_S):
-        while system.statistics()["num_cpus_held"] != held:  # noqa: ASYNC110 nobody has the handles to wait for
+        while system.statistics()["num_cpus_held"] > held:  # noqa: ASYNC110 nobody has the handles to wait for
             await asyncio.sleep(0)
     with pytest.raises(ValueError, match="num_actors"):
         ActorPool.spawn(system, bodies.Stateful, num_actors=0)

@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from xrl_lite.actors.actor import Actor, ActorSpec, OnCancel
 from xrl_lite.actors.clock import Clock, VirtualClock, WallClock
@@ -51,9 +51,12 @@ from xrl_lite.actors.zygote import CORES_VARIABLE
 from xrl_lite.errors import ActorUnavailableError, did_you_mean
 from xrl_lite.log import get_logger
 
+if TYPE_CHECKING:
+    from xrl_lite.actors.ray_actor import RayCluster
+
 logger = get_logger(__name__)
 
-Backend = Literal["process", "inline"]
+Backend = Literal["process", "inline", "ray"]
 
 _GRACE_S = 5.0
 _GRACE_AFTER_ERROR_S = 0.5
@@ -71,7 +74,8 @@ class ActorSystem:
             default those that this process sees.
         log_dir: Folder for the output of every child, ``<actor name>.log``; without it only the last lines are kept.
         seed: Seeds the random generators of every child, and the order of calls of the inline backend.
-        backend: "process", or "inline": everything in this process, in an order that the seed decides.
+        backend: "process"; "inline": everything in this process, in an order that the seed decides; or "ray": on the
+            Ray cluster that this process is connected to, or else on a local one (extra ``ray``).
         faults: What is to go wrong, and when (inline backend).
         clock: A `VirtualClock`, so that nobody waits for time limits and sleeps (inline backend).
         heartbeat_timeout_s: An actor with async methods whose event loop has not turned for so long, while no sync
@@ -93,9 +97,10 @@ class ActorSystem:
         clock: VirtualClock | None = None,
         heartbeat_timeout_s: float = 600.0,
     ) -> None:
-        if backend not in ("process", "inline"):
+        if backend not in (known := get_args(Backend)):
             raise ValueError(
-                f"backend must be 'process' or 'inline', got {backend!r}.{did_you_mean(backend, get_args(Backend))}"
+                f"backend must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got {backend!r}."
+                f"{did_you_mean(backend, known)}"
             )
         if faults is not None and backend != "inline":
             raise ValueError("faults can be scripted only with backend='inline'.")
@@ -104,16 +109,9 @@ class ActorSystem:
         self.backend: Backend = backend
         self.seed = seed
         self.log_dir = Path(log_dir) if log_dir is not None else None
-        seen = visible_accelerators()
-        self._accelerator_variable = seen.variable
-        self.ledger = Ledger(
-            Claim(
-                usable_milli_cpus() if num_cpus is None else milli_cpus(num_cpus),
-                usable_memory_bytes() if memory_bytes is None else memory_bytes,
-                seen.names if accelerators is None else tuple(accelerators),
-                usable_cores(),
-            )
-        )
+        self._accelerator_variable = ""
+        self._cluster: RayCluster | None = None
+        self.ledger = Ledger(self._capacity(num_cpus, memory_bytes, accelerators))
         self.placement_groups: dict[str, PlacementGroup] = {}
         """Groups that have not been released, by name."""
 
@@ -210,6 +208,7 @@ class ActorSystem:
 
         Raises:
             ResourceError: not that much is left; the message says who holds what.
+            ValueError: the name is taken, or the backend cannot do what is asked for.
             PayloadError: class or arguments cannot be pickled.
             ActorUnavailableError: the system was shut down.
         """
@@ -239,6 +238,10 @@ class ActorSystem:
             resources=resources,
             bundle=bundle.name if bundle is not None else "",
         )
+        if self._cluster is not None:
+            from xrl_lite.actors.ray_actor import refuse_what_ray_cannot
+
+            refuse_what_ray_cannot(spec)
         return self._start(spec)
 
     def reserve(
@@ -256,6 +259,10 @@ class ActorSystem:
         """
         if not bundles:
             raise ValueError("A placement group needs at least one bundle.")
+        if self._cluster is not None:
+            from xrl_lite.actors.ray_actor import refuse_bundles_ray_cannot
+
+            refuse_bundles_ray_cannot(bundles)
         with self._lock:
             self._check_open(f"Placement group {name!r} cannot be reserved")
             name = name or self._next_name("placement_group")
@@ -347,10 +354,27 @@ class ActorSystem:
                 self._handles[spec.name] = handle
         return handle
 
+    def _capacity(self, num_cpus: float | None, memory_bytes: int | None, accelerators: Sequence[str] | None) -> Claim:
+        if self.backend == "ray":
+            from xrl_lite.actors.ray_actor import RayCluster
+
+            if accelerators is not None:
+                raise ValueError("accelerators cannot be named with backend='ray': Ray knows which there are.")
+            self._cluster = RayCluster(num_cpus, memory_bytes)
+            return self._cluster.capacity
+        seen = visible_accelerators()
+        self._accelerator_variable = seen.variable
+        return Claim(
+            usable_milli_cpus() if num_cpus is None else milli_cpus(num_cpus),
+            usable_memory_bytes() if memory_bytes is None else memory_bytes,
+            seen.names if accelerators is None else tuple(accelerators),
+            usable_cores(),
+        )
+
     def _environment(self, claim: Claim) -> dict[str, str]:
         """The variables by which a child learns what it was given."""
         given: dict[str, str] = {}
-        if self.num_accelerators:
+        if self.num_accelerators and self._accelerator_variable:
             given[self._accelerator_variable] = ",".join(claim.accelerators)
         if claim.cores:
             given[CORES_VARIABLE] = ",".join(map(str, claim.cores))
@@ -367,6 +391,12 @@ class ActorSystem:
         if self._hub is None:
             allow_many_descriptors()
             self._hub = Hub("actor-hub")
+        if self._cluster is not None:
+            from xrl_lite.actors.ray_actor import RayActor
+
+            return RayActor(
+                spec, hub=self._hub, cluster=self._cluster, log_dir=self.log_dir, seed=self.seed, on_down=on_down
+            )
         return ProcessActor(
             spec,
             hub=self._hub,
@@ -408,21 +438,31 @@ class ActorSystem:
         atexit.unregister(self._at_exit)
         if self._hub is not None:
             return self._hub.run(self._end_everything(grace_s), "shutdown()", last=True) if self._hub.running else None
+        self._close_cluster()
         return when_all_have_ended([actor.stop(grace_s) for actor in list(self._actors.values())], "shutdown()")
 
     async def _end_everything(self, grace_s: float) -> None:
-        actors = [actor for actor in self._actors.values() if isinstance(actor, ProcessActor)]
-        await asyncio.gather(*(actor.end(grace_s) for actor in actors))
+        await asyncio.gather(*(_end_actor(actor, grace_s) for actor in list(self._actors.values())))
         await asyncio.gather(*map(_end_server, list(self._servers.values())))
 
     def _join_hub(self) -> None:
         if self._hub is not None:
             self._hub.join()
+        self._close_cluster()
+
+    def _close_cluster(self) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.close()
 
 
 def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     if (function := method()) is not None:
         function()
+
+
+async def _end_actor(actor: Actor, grace_s: float) -> None:
+    await actor.stop(grace_s)
 
 
 def when_all_have_ended(futures: Sequence[CallFuture[None]], label: str) -> CallFuture[None]:

@@ -278,7 +278,7 @@ def become_actor(request: ForkRequest, socket_fd: int, page_fd: int, log_fd: int
     gc.enable()
     _pin_to_cores(os.environ.pop(CORES_VARIABLE, ""))
     _limit_threads(request.num_threads)
-    _seed(request)
+    seed_generators(f"{request.seed}:{request.name}:{request.incarnation}")
     page = SlotPage(page_fd, request.num_slots)
     serve(socket.socket(fileno=socket_fd), page, max_concurrency=request.max_concurrency)
 
@@ -315,8 +315,8 @@ def _limit_threads(count: int) -> None:
             torch.set_num_interop_threads(1)
 
 
-def _seed(request: ForkRequest) -> None:
-    text = f"{request.seed}:{request.name}:{request.incarnation}"
+def seed_generators(text: str) -> None:
+    """Seed the random generators that are loaded with a number made from `text`."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     random.seed(seed)
     if numpy_random := sys.modules.get("numpy.random"):
