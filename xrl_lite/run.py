@@ -91,7 +91,11 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
                 reporter.finish()
                 system.kill_all()
 
-            with stop_on_signals(stop, kill=kill, note=reporter.note), anyio.CancelScope() as starting:
+            with (
+                system.dump_on_signal(),
+                stop_on_signals(stop, kill=kill, note=reporter.note),
+                anyio.CancelScope() as starting,
+            ):
                 stop.cancel = starting.cancel  # until the first step there is nothing to finish
                 model_path = await prepare_model(config, system, reporter)
                 trainer = await build_trainer(config, data, model_path, folder, system, reporter, callback, stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import time
@@ -355,9 +356,60 @@ async def test_dump_shows_the_stack_of_every_child(system: ActorSystem, victim: 
     call = victim.mark_and_sleep.remote(str(marker), 600)
     await until(marker.exists)
     stacks = await system.dump()
-    assert f"== {victim.name}" in stacks
+    assert f"== {victim.name}: up, pid {victim.pid}, 1 calls; mark_and_sleep() runs for" in stacks
     assert "in mark_and_sleep" in stacks
     call.cancel()
+
+
+async def test_sigusr1_shows_the_stacks_of_the_driver_and_of_every_child(
+    system: ActorSystem, victim: ActorHandle, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    marker, written = tmp_path / "begun", ""
+    call = victim.mark_and_sleep.remote(str(marker), 600)
+    await until(marker.exists)
+    before = signal.getsignal(signal.SIGUSR1)
+    with system.dump_on_signal():
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+        def complete() -> bool:
+            nonlocal written
+            written += capfd.readouterr().err
+            return "in mark_and_sleep" in written
+
+        await until(complete)
+    assert f"== {victim.name}: up" in written
+    assert "test_sigusr1_shows_the_stacks" in written
+    assert signal.getsignal(signal.SIGUSR1) is before
+    call.cancel()
+
+
+async def test_output_is_copied_to_the_log_of_the_driver_under_the_name_of_the_actor(
+    system: ActorSystem, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "xrl_lite.output")
+    talker = system.spawn(bodies.Victim, name="talker")
+    await talker.evaluate.remote("print('one\\ntwo')")
+    await until(
+        lambda: (
+            [r.getMessage() for r in caplog.records if r.name == "xrl_lite.output"] == ["[talker] one", "[talker] two"]
+        )
+    )
+    await talker.evaluate.remote("print('three', end='', flush=True)")
+    await talker.stop()
+    assert "[talker] three" in [record.getMessage() for record in caplog.records]
+
+
+async def test_a_flood_of_output_is_cut_short_in_the_log_of_the_driver(
+    system: ActorSystem, log_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "xrl_lite.output")
+    talker = system.spawn(bodies.Victim, name="flood")
+    await talker.evaluate.remote("[print(number) for number in range(200_000)]")
+    await talker.stop()
+    lines = [record.getMessage() for record in caplog.records if record.name == "xrl_lite.output"]
+    assert len(lines) < 2000
+    assert any("bytes more, see" in line for line in lines)
+    assert (log_dir / "flood.log").read_text().splitlines()[-1] == "199999"
 
 
 async def test_a_death_is_noticed_although_the_loop_of_the_driver_is_blocked(victim: ActorHandle) -> None:

@@ -83,6 +83,7 @@ class Actors(RuleBasedStateMachine):
         for future, ended in self.calls:
             assert future.done(), future
             assert ended == [1]
+            self.wait(future)  # a result that nobody has read holds its memory
         assert self.system.statistics()["num_cpus_held"] == 0
         assert self.system.statistics()["actors"] == {}
         self.calls.clear()

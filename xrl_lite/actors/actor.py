@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from asyncio import _get_running_loop
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -56,15 +56,21 @@ class Call(CallFuture[Any]):
     __slots__ = ("_actor", "call_id", "is_counted", "method", "packed", "retries_left", "slot", "timeout_s")
 
     def __init__(
-        self, actor: Actor | None, method: str, packed: Packed, timeout_s: float | None = None, retries: int = 0
+        self,
+        actor: Actor | None,
+        method: str,
+        packed: Packed,
+        timeout_s: float | None = None,
+        retries: int = 0,
+        when_done: Callable[[CallFuture[Any]], object] | None = None,
     ) -> None:
         # all at once, without the constructor of the base class: every call pays for this
-        self._loop = loop = _get_running_loop()
+        self._loop = loop = asyncio._get_running_loop()
         self._asyncio_future_blocking = None if loop is None else False
         self._unended = [True]
         self._done = self._cancelled = self.is_counted = False
         self._value = self._packed = self._error = None
-        self._callbacks = []
+        self._callbacks = [] if when_done is None else [when_done]
         self._actor = actor
         self.method = method
         self.packed = packed

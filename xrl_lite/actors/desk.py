@@ -114,7 +114,17 @@ class Desk:
                 if link is None or self._queue or not link.free_slots:
                     self._queue.append(call)
                 else:
-                    self._send_from_caller(link, call)
+                    alone = not self._running
+                    self._hand_over(link, call, Kind.CALL)
+                    loop = call.home
+                    if loop is not link.poller:
+                        link.poll_from(loop if loop is not None and alone else self._hub.loop)
+                    if alone or loop is None:
+                        link.flush()
+                    elif not link.flush_due:
+                        link.flush_soon(loop, self.flush)
+                    if not self._looked_after:
+                        self._look_after()
         if refusal is not None:
             call.set_exception(refusal())
 
@@ -281,19 +291,9 @@ class Desk:
 
     # --------------------------------------------------------- under the lock
 
-    def _send_from_caller(self, link: Link, call: Call) -> None:
-        loop = call.home
-        alone = not self._running
-        self._hand_over(link, call, Kind.CALL)
-        if loop is not link.poller:
-            link.poll_from(loop if loop is not None and alone else self._hub.loop)
-        if alone or loop is None:
-            link.flush()
-        else:
-            link.flush_soon(loop, self.flush)
-        if not self._looked_after:
-            self._looked_after = True
-            self._hub.post(self._look)
+    def _look_after(self) -> None:
+        self._looked_after = True
+        self._hub.post(self._look)
 
     def _hand_over(self, link: Link, call: Call, kind: Kind) -> None:
         self._running[call.call_id] = call
@@ -312,8 +312,7 @@ class Desk:
                 self._hand_over(link, call, Kind.CALL)
         link.flush()
         if not self._looked_after:
-            self._looked_after = True
-            self._hub.post(self._look)
+            self._look_after()
 
     def _look_for_idle(self) -> None:
         if self._tells_idle and not self._queue and not self._running:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import pickle
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeVar, cast
 
 from xrl_lite.actors.payload import Packed, unpack
 
@@ -53,7 +54,7 @@ class CallFuture(Generic[T]):
         self._value: Any = _PENDING
         self._packed: Packed | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[CallFuture[T]], None]] = []
+        self._callbacks: list[Callable[[CallFuture[T]], object]] = []
 
     @property
     def label(self) -> str:
@@ -77,9 +78,11 @@ class CallFuture(Generic[T]):
                 yield self
             else:
                 yield from self._wait_on(loop)
-        if self._error is None and self._packed is None and not self._cancelled:
+        if self._packed is not None:
+            self._unpack()
+        if self._error is None and not self._cancelled:
             return cast("T", self._value)
-        return self._outcome()
+        return self._fail()
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait in this thread for the result. Not for use inside an event loop.
@@ -92,7 +95,11 @@ class CallFuture(Generic[T]):
             self.when_done(lambda _: done.set())
             if not done.wait(timeout_s):
                 raise TimeoutError(f"{self.label} has not ended within {timeout_s:g} s; it goes on.")
-        return self._outcome()
+        if self._packed is not None:
+            self._unpack()
+        if self._error is None and not self._cancelled:
+            return cast("T", self._value)
+        return self._fail()
 
     def done(self) -> bool:
         """Whether it has ended, in whatever way."""
@@ -178,6 +185,10 @@ class CallFuture(Generic[T]):
         """Return the result of an ended future as it arrived, to be sent on; None if it did not arrive packed."""
         return self._packed
 
+    def _make_cancelled_error(self) -> asyncio.CancelledError:
+        """What `asyncio.gather` asks a cancelled future for."""
+        return asyncio.CancelledError()
+
     # Several threads may end, await and watch the same future. There is no lock: each step that only one of them may
     # take is one operation on a list, which is atomic.
 
@@ -212,32 +223,28 @@ class CallFuture(Generic[T]):
             self.cancel()
             raise
 
-    def _outcome(self) -> T:
-        if self._packed is not None:
-            self._unpack()
-        if self._cancelled:
+    def _fail(self) -> NoReturn:
+        if self._cancelled or self._error is None:
             raise asyncio.CancelledError
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-        return cast("T", self._value)
+        raise self._error.with_traceback(None)
 
     def _unpack(self) -> None:
         packed = self._packed
-        if packed is not None and not packed.own_segment:
-            self._take_from(packed)
+        if packed is None:
             return
-        with _unpack_lock:  # shared memory is lent for one reading; of two threads that ask at once one does it
-            packed = self._packed
-            if packed is not None:
-                self._take_from(packed)
-
-    def _take_from(self, packed: Packed) -> None:
         try:
-            self._value = unpack(packed)
+            if not packed.segments:
+                self._value = pickle.loads(packed.body)
+                self._packed = None
+                return
+            with _unpack_lock:  # memory is lent for one reading; of two threads that ask at once one does it
+                if self._packed is not None:
+                    self._value = unpack(packed)
+                    self._packed = None
         except Exception as error:  # noqa: BLE001 a user's class may raise anything while it is rebuilt
             error.add_note(f"Raised while the result of {self.label} was unpickled at the caller.")
             self._error = error
-        self._packed = None
+            self._packed = None
 
 
 class _OnLoop:

@@ -9,9 +9,9 @@ from typing import Any
 
 from xrl_lite.actors.actor import Actor, Call, DeathCallback
 from xrl_lite.actors.future import CallFuture
-from xrl_lite.actors.payload import pack_call
+from xrl_lite.actors.payload import pack
 from xrl_lite.actors.room import Room
-from xrl_lite.errors import ActorError, did_you_mean
+from xrl_lite.errors import ActorError, PayloadError, did_you_mean
 
 
 class ActorHandle:
@@ -168,19 +168,21 @@ class ActorMethod:
 
     def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Send a call for which there is room."""
+        name = self._name
         try:
-            packed = pack_call(self._name, args, kwargs, names=self._argument_names, once=not self._retries)
+            packed = pack((name, args, kwargs), name=name, once=not self._retries)
+        except PayloadError:
+            self._room.leave()
+            # once more, now saying which argument it is
+            function = getattr(self._actor.spec.cls, name, None)
+            pack((name, args, kwargs), name=name, names=lambda: name_arguments(function, args, kwargs, skip_first=True))
+            raise
         except BaseException:
             self._room.leave()
             raise
-        call = Call(self._actor, self._name, packed, self._timeout_s, self._retries)
-        call.when_done(self._room.leave)
+        call = Call(self._actor, name, packed, self._timeout_s, self._retries, self._room.leave)
         self._actor.submit(call)
         return call
-
-    def _argument_names(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments by parameter name, so that an error can say ``config`` instead of ``args[0]``."""
-        return name_arguments(getattr(self._actor.spec.cls, self._name, None), args, kwargs, skip_first=True)
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(f"Call {self._name}() of an actor so: await handle.{self._name}.remote(...).")

@@ -44,7 +44,7 @@ class Link:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         self._reader = FrameReader(self._sock)
         self._writer = FrameWriter(self._sock)
-        self._flush_due = False
+        self.flush_due = False
         self.poller: asyncio.AbstractEventLoop = hub.loop
         self._registered: set[asyncio.AbstractEventLoop] = set()
         self._register(hub.loop)
@@ -80,22 +80,21 @@ class Link:
 
     def flush(self) -> None:
         """Send what is queued."""
-        self._flush_due = False
+        self.flush_due = False
         if not self.open:
             return
         try:
             self._writer.flush()
         except BlockingIOError:
-            self._flush_due = True
+            self.flush_due = True
             self._hub.post(self._flush_when_writable)
         except OSError:  # the child is gone, which is told elsewhere
             self._writer.clear()
 
     def flush_soon(self, loop: asyncio.AbstractEventLoop, flush: Callable[[Link], None]) -> None:
         """Let all frames of one turn of the running loop leave together."""
-        if not self._flush_due:
-            self._flush_due = True
-            loop.call_soon(flush, self)
+        self.flush_due = True
+        loop.call_soon(flush, self)
 
     def poll_from(self, loop: asyncio.AbstractEventLoop) -> None:
         """From now on this loop polls the socket; it is the running one, or the hub's."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 TAIL_LINES = 50
 _TAIL_BYTES = 64 * 1024
+_RELAY_LINES = 100
+_RELAY_BYTES = 64 * 1024
 
 
 class ActorLog:
@@ -22,7 +24,7 @@ class ActorLog:
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.fd = os.open(self.path, flags | os.O_CREAT, 0o644)
-        self._start = self.size_bytes
+        self._start = self._relayed = self.size_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -39,6 +41,24 @@ class ActorLog:
         start = max(self._start if since is None else since, end - _TAIL_BYTES, 0)
         text = os.pread(self.fd, end - start, start).decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+    def news(self, *, last: bool = False) -> list[str]:
+        """Return the lines written since it was asked last, so many of them that a flood stays bearable.
+
+        Args:
+            last: Nothing more will be written, so an unfinished line counts as well.
+        """
+        end = self.size_bytes
+        data = os.pread(self.fd, min(end - self._relayed, _RELAY_BYTES), self._relayed)
+        if not last and len(data) < _RELAY_BYTES:
+            data = data[: data.rfind(b"\n") + 1]
+        lines = data.decode("utf-8", "replace").splitlines()[:_RELAY_LINES]
+        left = end - self._relayed - len(data)
+        self._relayed += len(data)
+        if left > _RELAY_BYTES:
+            self._relayed += left
+            lines.append(f"... {left} bytes more" + (f", see {self.path}" if self.path is not None else ""))
+        return lines
 
     def close(self) -> None:
         """Close the file."""

@@ -137,18 +137,30 @@ def pack(value: object, *, name: str, names: NameParts | None = None, code: bool
     Raises:
         PayloadError: something in it cannot be pickled; the message says where.
     """
-    buffers: list[memoryview] = []
     collected: list[Segment] = []
     travelling = _this_thread.travelling
     outer, travelling.collected = travelling.collected, collected
     try:
-        data = _dumps(value, buffers, collected, code=code)
+        if not code and not _reducers and "torch" not in sys.modules:
+            # most payloads hold neither tensors nor large buffers nor code, and take no longer than pickle itself
+            found: list[pickle.PickleBuffer] = []
+            try:
+                data = pickle.dumps(value, _PROTOCOL, buffer_callback=found.append)
+                if not found and not collected and len(data) <= THRESHOLD_BYTES and not _needs_code(data):
+                    return Packed(data)
+            except _UNPICKLABLE:
+                pass
+            collected.clear()
+        return _pack_carefully(value, collected, code=code, once=once)
     except _UNPICKLABLE as error:
         _refuse(error, names() if names is not None else {name: value})
     finally:
         travelling.collected = outer
-    if not buffers and not collected and len(data) <= THRESHOLD_BYTES:
-        return Packed(data)
+
+
+def _pack_carefully(value: object, collected: list[Segment], *, code: bool, once: bool) -> Packed:
+    buffers: list[memoryview] = []
+    data = _dumps(value, buffers, collected, code=code)
     if len(collected) > MAX_SHARED:
         raise PayloadError(
             f"A message may carry at most {MAX_SHARED} shared values, got {len(collected)}. Share them as one."
@@ -157,18 +169,6 @@ def pack(value: object, *, name: str, names: NameParts | None = None, code: bool
         return Packed(data, tuple(collected))
     segment, body = _write([memoryview(data), *buffers], lent=once)
     return Packed(body, (segment, *collected), own_segment=True)
-
-
-def pack_call(
-    method: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    names: Callable[[tuple[Any, ...], dict[str, Any]], Mapping[str, object]],
-    once: bool,
-) -> Packed:
-    """Pickle a call, as `pack` does; `names` gives its arguments by name."""
-    return pack((method, args, kwargs), name=method, names=lambda: names(args, kwargs), once=once)
 
 
 def _write(parts: list[memoryview], *, lent: bool) -> tuple[Segment, bytes]:
@@ -221,19 +221,18 @@ def _learn_tensors() -> bool:
     return bool(_reducers)
 
 
-def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *, code: bool) -> bytes:
-    by_value = code or cloudpickle_impl.list_registry_pickle_by_value()
-    if not by_value and not _reducers and "torch" not in sys.modules:
-        # most payloads have neither tensors nor large buffers nor code, and take no longer than pickle itself
-        found: list[pickle.PickleBuffer] = []
-        try:
-            data = pickle.dumps(value, _PROTOCOL, buffer_callback=found.append)
-            if not found and not (_STACK_GLOBAL in data and b"__main__" in data):
-                return data
-        except _UNPICKLABLE:
-            pass
-        collected.clear()
+def _needs_code(data: bytes) -> bool:
+    """Whether the pickle names something in ``__main__``, which is another module in the process that reads it.
 
+    Or in a module that `cloudpickle.register_pickle_by_value` was told of.
+    """
+    # looking for one byte first: it is ten times faster than looking for the word, and plain data has no such byte
+    if _STACK_GLOBAL not in data:
+        return False
+    return b"__main__" in data or bool(cast("Any", cloudpickle_impl).list_registry_pickle_by_value())
+
+
+def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *, code: bool) -> bytes:
     def take(buffer: pickle.PickleBuffer) -> bool:
         """Let large buffers travel outside the pickle."""
         raw = buffer.raw()
@@ -242,34 +241,21 @@ def _dumps(value: object, buffers: list[memoryview], collected: list[Segment], *
         buffers.append(raw)
         return False
 
-    if not by_value:
-        try:
-            return _dump_data(value, take)
-        except (*_UNPICKLABLE, _RefersToMainError):
-            buffers.clear()
-            collected.clear()
     _learn_tensors()
+    if not code:
+        file = io.BytesIO()
+        try:
+            _DataPickler(file, _PROTOCOL, buffer_callback=take).dump(value)
+            if not _needs_code(data := file.getvalue()):
+                return data
+        except _UNPICKLABLE:
+            pass
+        buffers.clear()
+        collected.clear()
     file = io.BytesIO()
     pickler: Any = cast("Any", _CodePickler)(file, _PROTOCOL, buffer_callback=take)
     pickler.dump(value)
     return file.getvalue()
-
-
-class _RefersToMainError(Exception):
-    """The pickle names something in ``__main__``, which is another module in the process that reads it."""
-
-
-def _dump_data(value: object, take: Callable[[pickle.PickleBuffer], bool]) -> bytes:
-    if _reducers or ("torch" in sys.modules and _learn_tensors()):
-        file = io.BytesIO()
-        _DataPickler(file, _PROTOCOL, buffer_callback=take).dump(value)
-        data = file.getvalue()
-    else:
-        data = pickle.dumps(value, _PROTOCOL, buffer_callback=take)
-    # looking for one byte first: it is ten times faster than looking for the word, and plain data has no such byte
-    if _STACK_GLOBAL in data and b"__main__" in data:
-        raise _RefersToMainError
-    return data
 
 
 def pickles(value: object) -> bool:

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import logging
 import math
 import os
 import threading
@@ -44,6 +45,7 @@ from xrl_lite.errors import ActorDiedError
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
+output = get_logger("xrl_lite.output")
 
 PREFETCH = 512
 """Calls that are sent ahead of the running ones, so that a fast method never waits for the driver."""
@@ -54,6 +56,7 @@ _MEMORY_EVERY_S = 0.1
 _EXIT_WITHIN_S = 2.0
 _KILL_WITHIN_S = 5.0
 _DUMP_S = 0.02
+_RELAY_EVERY_S = 0.5
 
 _tokens = itertools.count(1)
 
@@ -103,9 +106,10 @@ class ProcessActor:
             on_idle=self._now_idle,
             on_broken=self._on_broken_link,
         )
+        self.submit = self._desk.submit
         self._limits_timer: asyncio.TimerHandle | None = None
         self._expiring: set[Call] = set()
-        self._watchers: list[asyncio.TimerHandle] = []
+        self._watchers: dict[str, asyncio.TimerHandle] = {}
         self._last_death = ""
         self._final_error: Callable[[], BaseException] | None = None
         self._ready_waiters: list[CallFuture[None]] = []
@@ -140,9 +144,6 @@ class ProcessActor:
     @property
     def is_down(self) -> bool:
         return self._state is State.DOWN or self._stopping
-
-    def submit(self, call: Call) -> None:
-        self._desk.submit(call)
 
     def cancel(self, call: Call) -> None:
         self._hub.post(self._cancel, call)
@@ -189,14 +190,30 @@ class ProcessActor:
                 self._door = Door(self._hub, self)
             return reduce_through(self._door.segment, self._spec)
 
-    def dump_stacks(self) -> tuple[ActorLog, int] | None:
-        """Make the child write the stacks of its threads; return its log and where in it they begin."""
+    async def dump(self, within_s: float) -> str:
+        """Return what it is doing, and the stacks of all threads of its child (hub thread)."""
+        lines = [self._headline()]
         child, log = self._child, self._log
         if child is None or child.pid is None or log is None:
-            return None
+            return lines[0]
         position = log.size_bytes
         child.signal(DUMP_SIGNAL)
-        return log, position
+        deadline = self._hub.loop.time() + within_s
+        while log.fd >= 0 and log.size_bytes == position and self._hub.loop.time() < deadline:  # noqa: ASYNC110 a file
+            await asyncio.sleep(_DUMP_S)
+        await asyncio.sleep(_DUMP_S)  # the rest of it
+        lines.append(log.tail(since=position) if log.fd >= 0 else "")
+        return "\n".join(lines)
+
+    def _headline(self) -> str:
+        child = self._child
+        where = f"pid {child.pid}" if child is not None and child.pid is not None else "no process"
+        text = f"== {self._spec.name}: {self._state.value}, {where}, {self.pending} calls"
+        now = time.monotonic_ns()
+        for call in self._desk.running_calls():
+            if child is not None and (started_ns := child.page.started_ns(call.slot)):
+                text += f"; {call.method}() runs for {(now - started_ns) / 1e9:.1f} s"
+        return text
 
     # ---------------------------------------------------------------- children
 
@@ -275,12 +292,13 @@ class ProcessActor:
             child.hung_up(reason)
 
     def _on_death(self, child: Child, death: Death) -> None:
-        for watcher in self._watchers:
+        for watcher in self._watchers.values():
             watcher.cancel()
         self._watchers.clear()
         begun = self._desk.close(child.link)
         child.page.close()
         self._child = None
+        self._relay_output(last=True)
         error = self._died_error(death, begun)
         for call in reversed(begun):
             self._retry_or_fail(call, error)
@@ -486,15 +504,29 @@ class ProcessActor:
     def _watch(self, child: Child) -> None:
         """Look now and then at what no event tells: memory, and whether the child's loop still turns."""
         loop = self._hub.loop
+        self._watchers["output"] = loop.call_later(_RELAY_EVERY_S, self._watch_output)
         if self._spec.memory_bytes is not None:
-            self._watchers.append(loop.call_later(_MEMORY_EVERY_S, self._watch_memory, child, self._spec.memory_bytes))
-        self._watchers.append(loop.call_later(self._heartbeat_timeout_s / 4, self._watch_heartbeat, child))
+            self._watchers["memory"] = loop.call_later(
+                _MEMORY_EVERY_S, self._watch_memory, child, self._spec.memory_bytes
+            )
+        self._watchers["heartbeat"] = loop.call_later(self._heartbeat_timeout_s / 4, self._watch_heartbeat, child)
+
+    def _watch_output(self) -> None:
+        self._relay_output()
+        self._watchers["output"] = self._hub.loop.call_later(_RELAY_EVERY_S, self._watch_output)
+
+    def _relay_output(self, *, last: bool = False) -> None:
+        """Copy what the child has written to the log of the driver, under the actor's name."""
+        if self._log is None or not output.isEnabledFor(logging.INFO):
+            return
+        for line in self._log.news(last=last):
+            output.info("[%s] %s", self._spec.name, line)
 
     def _watch_memory(self, child: Child, limit: int) -> None:
         if child.pid is not None and (used := private_bytes(child.pid)) > limit:
             child.kill(f"it used {used >> 20} MB of memory, and its limit (memory_bytes) is {limit >> 20} MB")
             return
-        self._watchers[0] = self._hub.loop.call_later(_MEMORY_EVERY_S, self._watch_memory, child, limit)
+        self._watchers["memory"] = self._hub.loop.call_later(_MEMORY_EVERY_S, self._watch_memory, child, limit)
 
     def _watch_heartbeat(self, child: Child) -> None:
         limit_s, beat_ns = self._heartbeat_timeout_s, child.page.heartbeat_ns
@@ -504,4 +536,4 @@ class ProcessActor:
         if silent_s > limit_s and not runs_sync:
             child.kill(f"its event loop has not turned for {silent_s:.0f} s, so an async method blocks it")
             return
-        self._watchers[-1] = self._hub.loop.call_later(limit_s / 4, self._watch_heartbeat, child)
+        self._watchers["heartbeat"] = self._hub.loop.call_later(limit_s / 4, self._watch_heartbeat, child)

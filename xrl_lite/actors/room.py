@@ -27,9 +27,14 @@ class Room:
 
     def enter(self) -> bool:
         """Take a place; False where there is none, or others wait for one."""
-        if self._waiting:
+        inside = self._inside
+        if self._waiting or len(inside) >= self.max_inside:
             return False
-        return self._take()
+        inside.append(None)
+        if len(inside) > self.max_inside:  # another thread was faster
+            inside.pop()
+            return False
+        return True
 
     def wait(self) -> CallFuture[None]:
         """Return a future that ends when a place was taken for whoever awaits it."""
@@ -44,15 +49,12 @@ class Room:
         if self._waiting:
             self._admit()
 
-    def _take(self) -> bool:
-        self._inside.append(None)
-        if len(self._inside) > self.max_inside:
-            self._inside.pop()
-            return False
-        return True
-
     def _admit(self) -> None:
-        while self._waiting and self._take():
+        while self._waiting:
+            self._inside.append(None)
+            if len(self._inside) > self.max_inside:
+                self._inside.pop()
+                return
             try:
                 ticket = self._waiting.popleft()
             except IndexError:  # another thread was faster

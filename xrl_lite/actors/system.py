@@ -16,13 +16,17 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import faulthandler
 import functools
 import itertools
+import os
+import signal
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from xrl_lite.actors.actor import Actor, ActorSpec, OnCancel
@@ -300,19 +304,39 @@ class ActorSystem:
             "actors": {name: actor.statistics() for name, actor in list(self._actors.items())},
         }
 
-    async def dump(self) -> str:
-        """Return the Python stacks of all threads of all children, each under its actor's name."""
-        asked = {
-            name: log
-            for name, actor in list(self._actors.items())
-            if isinstance(actor, ProcessActor) and (log := actor.dump_stacks()) is not None
-        }
-        deadline = asyncio.get_running_loop().time() + _DUMP_WITHIN_S
-        while asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.05)
-            if all(log.size_bytes > position for log, position in asked.values()):
-                break
-        return "\n\n".join(f"== {name}\n{log.tail(since=position)}" for name, (log, position) in asked.items())
+    def dump(self) -> CallFuture[str]:
+        """Return what every actor is doing and the Python stacks of all threads of its child, under its name."""
+        if self._hub is not None and self._hub.running:
+            return self._hub.run(self._dump(), "dump()")
+        nothing: CallFuture[str] = CallFuture("dump()")
+        nothing.set_result("\n".join(f"== {name}: in this process" for name in self._actors))
+        return nothing
+
+    async def _dump(self) -> str:
+        actors = [actor for actor in list(self._actors.values()) if isinstance(actor, ProcessActor)]
+        return "\n\n".join(await asyncio.gather(*(actor.dump(_DUMP_WITHIN_S) for actor in actors)))
+
+    @contextmanager
+    def dump_on_signal(self, number: signal.Signals = signal.SIGUSR1) -> Generator[None, None, None]:
+        """Write what `dump` returns, and the stacks of this process, to stderr when the signal arrives while inside.
+
+        Outside of the main thread, where signals cannot be handled, it does nothing. The stacks of this process are
+        written also while it is stuck in native code.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def dump(_number: int, _frame: FrameType | None) -> None:
+            self.dump().when_done(_write_dump)
+
+        before = signal.signal(number, dump)
+        faulthandler.register(number, all_threads=True, chain=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(number)
+            signal.signal(number, before)
 
     async def shutdown(self, grace_s: float = _GRACE_S) -> None:
         """Stop all actors, giving their calls `grace_s` to end, and wait until none of their processes is left.
@@ -499,6 +523,11 @@ def _resources(
         num_accelerators=num_accelerators,
         pin_cpus=pin_cpus,
     )
+
+
+def _write_dump(dump: CallFuture[str]) -> None:
+    text = dump.result() if not dump.cancelled() and dump.exception() is None else repr(dump.exception())
+    os.write(2, f"\n{text}\n".encode("utf-8", "replace"))
 
 
 async def _end_server(server: ForkServer) -> None:

@@ -167,8 +167,11 @@ class FrameWriter:
 
     def send(self, kind: Kind, call_id: int, slot: int, packed: Packed) -> None:
         """Send one frame, waiting for room."""
-        self.put(kind, call_id, slot, packed)
-        self.flush(0)
+        if packed.segments or self.pending:
+            self.put(kind, call_id, slot, packed)
+            self.flush(0)
+        else:
+            self._sock.sendall(_HEADER.pack(len(packed.body), call_id, slot, kind, 0) + packed.body)
 
     def clear(self) -> None:
         """Forget what has not been sent."""

@@ -99,12 +99,16 @@ def _is_async(method: object) -> bool:
 
 
 class _Line:
-    """The socket to the driver. Replies may come from both threads."""
+    """The socket to the driver."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.reader = FrameReader(sock)
         self._writer = FrameWriter(sock)
+        self._lock: threading.Lock | None = None
+
+    def share(self) -> None:
+        """From now on replies come from several threads."""
         self._lock = threading.Lock()
 
     def receive(self) -> Frame:
@@ -117,8 +121,11 @@ class _Line:
         """Send the outcome of a call, waiting for room: the driver always reads."""
         kind, packed = outcome
         try:
-            with self._lock:
+            if self._lock is None:
                 self._writer.send(kind, frame.call_id, frame.slot, packed)
+            else:
+                with self._lock:
+                    self._writer.send(kind, frame.call_id, frame.slot, packed)
         except OSError:  # the driver is gone
             os._exit(1)
 
@@ -153,27 +160,21 @@ class _SyncRunner:
         if not self._page.start(frame.slot, MethodKind.SYNC):
             return Kind.CANCELLED, EMPTY
         try:
+            self._running = frame.slot
             try:
-                self._running = frame.slot
-                return self._attempt(frame, work)
+                name, args, kwargs = unpack(frame.packed) if work is None else (work.name, work.args, work.kwargs)
+                result = getattr(self.target, name)(*args, **kwargs)
+                if (hasattr(result, "__await__") or inspect.isgenerator(result)) and inspect.isawaitable(result):
+                    result = self.await_result(result)
             finally:
                 self._running = None
         except CallInterrupted:
             return Kind.CANCELLED, EMPTY
-
-    def _attempt(self, frame: Frame, work: Work | None) -> Outcome:
-        try:
-            work = work or unpack_call(frame)
-            result = getattr(self.target, work.name)(*work.args, **work.kwargs)
-            if hasattr(result, "__await__") or inspect.isgenerator(result):
-                result = self.await_result(result) if inspect.isawaitable(result) else result
-        except CallInterrupted:
-            raise
         except SystemExit as error:
             leave(_exit_code(error))
         except BaseException as error:  # noqa: BLE001 whatever the method raises is the caller's to see
             return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
-        return pack_result(result, work.name)
+        return pack_result(result, name)
 
 
 def _run_in_main_thread(line: _Line, runner: _SyncRunner) -> None:
@@ -207,6 +208,7 @@ class _LoopWorker:
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
         self._sync: SimpleQueue[Work | None] = SimpleQueue()
         runner.await_result = self._await_on_loop
+        line.share()
 
     def run(self) -> None:
         """Serve until told to stop."""

@@ -27,8 +27,8 @@ def test_restarts_pause_longer_and_longer_until_they_are_used_up() -> None:
     assert budget.spend(60.5) == 3.0  # the first crash is forgotten
 
 
-@given(st.lists(st.floats(0, 10), max_size=50), st.integers(0, 5))
-def test_no_window_holds_more_restarts_than_allowed(gaps: list[float], allowed: int) -> None:
+@given(st.lists(st.integers(0, 10), max_size=50), st.integers(0, 5))
+def test_no_window_holds_more_restarts_than_allowed(gaps: list[int], allowed: int) -> None:
     budget = RestartBudget(RestartPolicy(max_restarts=allowed, window_s=5.0))
     now, granted = 0.0, []
     for gap in gaps:
@@ -154,6 +154,19 @@ async def test_asyncio_takes_it_as_a_future_of_the_loop_it_was_made_on() -> None
     assert second.cancelled()
     threading.Thread(target=third.set_exception, args=(ValueError("no"),)).start()
     assert [str(result) for result in await asyncio.gather(first, third, return_exceptions=True)] == ["1", "no"]
+
+
+async def test_gather_is_cancelled_with_what_it_gathers_and_the_other_way_round() -> None:
+    futures = [CallFuture[int](f"f{index}()") for index in range(2)]
+    gathered = asyncio.gather(*futures)
+    gathered.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gathered
+    assert all(future.cancelled() for future in futures)
+    futures = [CallFuture[int](f"f{index}()") for index in range(2)]
+    futures[0].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.gather(*futures)
 
 
 def test_it_can_be_awaited_on_another_loop_than_its_own() -> None:
