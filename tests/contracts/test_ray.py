@@ -13,7 +13,7 @@ import pytest
 
 from tests.contracts import test_handle_bodies as bodies
 from xrl_lite.actors import ActorSystem, Resources, RestartPolicy, VirtualClock
-from xrl_lite.errors import ActorDiedError, ResourceError
+from xrl_lite.errors import ActorDiedError, ActorUnavailableError, ResourceError
 
 HAS_RAY = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed")
@@ -71,6 +71,17 @@ async def test_a_group_of_cpus_is_reserved(system: ActorSystem) -> None:
         with pytest.raises(ResourceError):
             system.spawn(bodies.Stateful, bundle=group[0])
         await handle.stop()
+
+
+@needs_ray
+async def test_a_fraction_above_one_and_a_kill_before_the_start(system: ActorSystem) -> None:
+    odd = system.spawn(bodies.Stateful, num_cpus=1.5)
+    assert await odd.add.remote() == 1
+    await odd.stop()
+    short_lived = system.spawn(bodies.Stateful)
+    short_lived.kill()
+    with pytest.raises(ActorUnavailableError, match="killed by its owner"):
+        await short_lived.ready()
 
 
 @needs_ray

@@ -71,6 +71,9 @@ _ASYNC_GRACE_S = 5.0
 _EXIT_WITHIN_S = 2.0
 _NAME_FREE_WITHIN_S = 10.0
 _LOOK_EVERY_S = 0.02
+_TAKEN = "is already taken"
+"""In what Ray says about a name; it has no type for this in older releases."""
+
 _SPARE_CALLS = 8
 """Calls that an `AsyncShell` can take beside `max_concurrency`: a sync method, cancellations, the constructor."""
 
@@ -81,6 +84,7 @@ class RayCluster:
     def __init__(self, num_cpus: float | None, memory_bytes: int | None) -> None:
         self.ray = load_ray()
         self.namespace = f"xrl-lite-{uuid.uuid4().hex[:12]}"
+        self._remote_classes: dict[type[Any], Any] = {}
         self._is_ours = not self.ray.is_initialized()
         if self._is_ours:
             settings: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False, "configure_logging": False}
@@ -88,6 +92,12 @@ class RayCluster:
                 settings["num_cpus"] = max(1, int(num_cpus))
             self.ray.init(**settings)
         self.capacity = self._check(num_cpus, memory_bytes)
+
+    def remote_class(self, cls: type[Any]) -> Any:
+        """Return what Ray starts actors of a class with. Ray keeps each of them, so there is one for each class."""
+        if cls not in self._remote_classes:
+            self._remote_classes[cls] = self.ray.remote(cls)
+        return self._remote_classes[cls]
 
     def close(self) -> None:
         """End the cluster, if it was started here."""
@@ -315,10 +325,13 @@ class RayActor:
             return
         try:
             shell = self._make_shell()
-        except ValueError:
-            if time.monotonic() > name_free_by:
-                raise
-            self._start_timer = self._hub.loop.call_later(_LOOK_EVERY_S, self._start_shell, name_free_by)
+        except Exception as error:
+            if _TAKEN in str(error) and time.monotonic() < name_free_by:
+                self._start_timer = self._hub.loop.call_later(_LOOK_EVERY_S, self._start_shell, name_free_by)
+                return
+            logger.exception("actor %s is down: Ray cannot start it", self._spec.name)
+            why = f"Ray cannot start it: {_in_one_line(error)}"
+            self._go_down(lambda: unavailable_error(self._spec, why))
             return
         self._incarnation += 1
         self._shell = shell
@@ -336,12 +349,12 @@ class RayActor:
         options: dict[str, Any] = {
             "name": spec.name,
             "namespace": self._cluster.namespace,
-            "num_cpus": spec.num_cpus,
+            "num_cpus": spec.num_cpus if spec.num_cpus < 1 else int(spec.num_cpus),  # Ray knows no 1.5
             "num_gpus": spec.resources.num_accelerators,
             "max_restarts": 0,
             "max_task_retries": 0,
         }
-        cls: type = SyncShell
+        cls: type[Any] = SyncShell
         if self._async_methods is None or self._async_methods:
             cls, options["max_concurrency"] = AsyncShell, spec.max_concurrency + _SPARE_CALLS
         threads = dict.fromkeys(THREAD_VARIABLES, str(spec.num_threads))
@@ -351,7 +364,7 @@ class RayActor:
             log_host=host_name(),
             seed=f"{self._seed}:{spec.name}:{self._incarnation + 1}",
         )
-        return self._ray.remote(cls).options(**options).remote(settings)
+        return self._cluster.remote_class(cls).options(**options).remote(settings)
 
     def _constructed(self, constructed: Constructed) -> None:
         if constructed.reply.ending == "exit":
