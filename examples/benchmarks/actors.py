@@ -1,7 +1,10 @@
-"""How fast calls to actors are, beside what else there is. Run: ``python examples/benchmarks/actors.py [--json FILE]``.
+"""How fast calls to actors are, beside what else there is.
 
-Every contender runs in the same process, one after the other, so that the ratios hold also on a shared machine; each
-number is the median of several runs. What is not installed is skipped with a note.
+Run: ``python examples/benchmarks/actors.py [--quick] [--runs 5] [--json FILE] [--only NAME ...]``
+
+Every contender runs once in each round, one after the other, so that the ratios hold also on a shared machine; each
+number is the median over the rounds. What is not installed is skipped with a note. The gates at the end say which of
+the layer's promises hold here; a gate whose contender was skipped says so.
 """
 
 from __future__ import annotations
@@ -13,21 +16,63 @@ import json
 import multiprocessing
 import os
 import pickle
+import platform
 import signal
 import socket
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xrl_lite.actors import ActorSystem
 from xrl_lite.errors import ActorDiedError
 
-RUNS = 5
+Numbers = dict[str, float]
+
 PAYLOADS = {"1 KB": {"response": "x" * 1000, "label": "42"}, "10 KB": {"response": "x" * 10_000, "label": "42"}}
 LARGE_BYTES = {"16 MB": 16 << 20, "256 MB": 256 << 20}
+IN_FLIGHT = 1000
+
+P50 = "round trip, 1 KB, p50 (us)"
+SPAWN = "spawn to first reply (ms)"
+UP, DOWN = "50 actors up (ms)", "50 actors down (ms)"
+LEFT = "left behind (processes + descriptors)"
+PSS, PSS_TORCH = "idle worker PSS (MB)", "idle worker PSS, torch loaded (MB)"
+CANCEL, CANCEL_KEEP = "cancelled, serving again (ms)", "the same, state kept (ms)"
+DEATH = "SIGKILL noticed (ms)"
+COPIES = "bytes of 256 MB copied by the receiver"
+IMPORT = "import (ms)"
+
+
+def rate(size: str) -> str:
+    """Name of the number of calls per second."""
+    return f"calls/s, {IN_FLIGHT} in flight, {size}"
+
+
+def large(size: str) -> str:
+    """Name of the time of a large array there and back."""
+    return f"array of {size} and back (ms)"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How often everything is repeated within one round."""
+
+    num_round_trips: int
+    num_waves: int
+    """Of `IN_FLIGHT` calls each."""
+
+    num_large: int
+
+
+FULL = Effort(num_round_trips=2000, num_waves=5, num_large=3)
+QUICK = Effort(num_round_trips=300, num_waves=1, num_large=3)
 
 
 def noop(_payload: Any) -> None:
@@ -49,99 +94,249 @@ class Body:
         """Return the argument."""
         return value
 
+    def copied_bytes(self, value: Any) -> int:
+        """Return how much of an array lies in memory of its own, rather than in what it arrived in."""
+        return int(value.nbytes) if getattr(getattr(value, "flags", None), "owndata", True) else 0
+
     def spin(self) -> None:
         """Compute for ever."""
         while True:
             pass
 
 
-def socket_pair() -> dict[str, float]:
-    """The floor: blocking ping-pong of a pickled dict with a forked child over a Unix socket."""
+# ---------------------------------------------------------------- contenders
+
+
+def bare_socket(effort: Effort, *, uvloop: bool) -> Numbers:
+    """The floor: one kilobyte to another process over a Unix socket, a few bytes back; no pickling, no bookkeeping."""
     ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        while data := theirs.recv(1 << 16):
-            pickle.loads(data)
-            theirs.send(pickle.dumps(None))
-        os._exit(0)
-    theirs.close()
-
-    def call() -> None:
-        ours.send(pickle.dumps(("noop", PAYLOADS["1 KB"])))
-        pickle.loads(ours.recv(1 << 16))
-
-    p50 = statistics.median(_time(call, 2000))
-    ours.close()
-    os.waitpid(pid, 0)
-    return {"round trip p50 (us)": p50 * 1e6}
+    command = [sys.executable, str(Path(__file__).resolve()), "--pong", str(theirs.fileno()), *(["--uvloop"] * uvloop)]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child, theirs:
+        theirs.close()
+        with asyncio.Runner(loop_factory=_loop_factory(uvloop)) as runner:
+            p50 = runner.run(_ping(ours, effort.num_round_trips))
+        child.wait(10)
+    return {P50: p50 * 1e6}
 
 
-def executor() -> dict[str, float]:
+async def _ping(sock: socket.socket, count: int) -> float:
+    message = pickle.dumps(("noop", PAYLOADS["1 KB"]))
+    line = _Line(len(_PONG))
+    transport, _ = await asyncio.get_running_loop().create_connection(lambda: line, sock=sock)
+
+    async def call() -> None:
+        arrived = line.expect()
+        transport.write(len(message).to_bytes(4, "little") + message)
+        await arrived
+
+    await _time_async(call, 100)
+    times = await _time_async(call, count)
+    transport.close()
+    return statistics.median(times)
+
+
+_PONG = b"p" * 16
+
+
+class _Line(asyncio.Protocol):
+    """Waits for answers of a fixed size."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._received = 0
+        self._arrived: asyncio.Future[None] | None = None
+
+    def expect(self) -> asyncio.Future[None]:
+        self._arrived = asyncio.get_running_loop().create_future()
+        return self._arrived
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._received >= self._size and self._arrived is not None:
+            self._received -= self._size
+            self._arrived.set_result(None)
+
+
+class _Pong(asyncio.Protocol):
+    """Answers every message, whose length stands before it."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.get_running_loop().create_future()
+        self._transport: Any = None
+        self._buffer = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= 4 and len(self._buffer) >= 4 + int.from_bytes(self._buffer[:4], "little"):
+            del self._buffer[: 4 + int.from_bytes(self._buffer[:4], "little")]
+            self._transport.write(_PONG)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed.set_result(None)
+
+
+async def pong(fd: int) -> None:
+    """Be the other side of the bare socket."""
+    loop = asyncio.get_running_loop()
+    _, protocol = await loop.create_connection(_Pong, sock=socket.socket(fileno=fd))
+    await protocol.closed
+
+
+def executor(effort: Effort) -> Numbers:
     """The standard library's ProcessPoolExecutor, started by spawn."""
+    begin = time.perf_counter()
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        pool.submit(noop, None).result()
-        numbers = {
-            "round trip p50 (us)": statistics.median(_time(lambda: pool.submit(noop, PAYLOADS["1 KB"]).result(), 300))
-            * 1e6
-        }
-        for size, payload in PAYLOADS.items():
-            begin = time.perf_counter()
-            for future in [pool.submit(noop, payload) for _ in range(2000)]:
-                future.result()
-            numbers[f"calls/s {size}"] = 2000 / (time.perf_counter() - begin)
-        for size, num_bytes in LARGE_BYTES.items():
-            data = _large(num_bytes)
-            numbers[f"echo {size} (ms)"] = _time(lambda data=data: pool.submit(echo, data).result(), 1)[0] * 1e3
-    return numbers
+        return _measure_futures(effort, begin, lambda function, value: pool.submit(function, value))
 
 
-def ours(uvloop: bool) -> dict[str, float]:
-    """Our actors, called from an asyncio or a uvloop loop."""
-    with asyncio.Runner(loop_factory=_loop_factory(uvloop)) as runner:
-        return runner.run(_ours())
+def loky(effort: Effort) -> Numbers:
+    """The executor of joblib."""
+    from loky import ProcessPoolExecutor as LokyExecutor
+
+    begin = time.perf_counter()
+    with LokyExecutor(1) as pool:
+        return _measure_futures(effort, begin, lambda function, value: pool.submit(function, value))
 
 
-async def _ours() -> dict[str, float]:
-    numbers: dict[str, float] = {}
-    async with ActorSystem(num_cpus=64) as system:
-        warm = system.spawn(Body)
-        await warm.ready()
+def _measure_futures(
+    effort: Effort, begin: float, submit: Callable[[Callable[[Any], Any], Any], Future[Any]]
+) -> Numbers:
+    return _measure_blocking(
+        effort,
+        begin,
+        submit,
+        wait=lambda future: future.result(),
+        wait_all=lambda all_: [each.result() for each in all_],
+    )
+
+
+def pool(effort: Effort) -> Numbers:
+    """The standard library's multiprocessing.Pool, started by spawn."""
+    begin = time.perf_counter()
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return _measure_blocking(
+            effort,
+            begin,
+            lambda function, value: pool.apply_async(function, (value,)),
+            wait=lambda result: result.get(),
+            wait_all=lambda results: [result.get() for result in results],
+        )
+
+
+def ray(effort: Effort) -> Numbers:
+    """A Ray actor on a Ray of this machine."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    try:
+        remote_body = ray.remote(Body)
+        warm = remote_body.remote()
+        ray.get(warm.noop.remote(None))
         begin = time.perf_counter()
-        body = system.spawn(Body)
-        await body.noop.remote(None)
-        numbers["spawn to first reply, warm (ms)"] = (time.perf_counter() - begin) * 1e3
-        small = PAYLOADS["1 KB"]
-        times = await _time_async(lambda: body.noop.remote(small), 2000)
-        numbers["round trip p50 (us)"] = statistics.median(times) * 1e6
-        for size, payload in PAYLOADS.items():
-            numbers[f"calls/s {size}"] = await _calls_per_second(body, payload)
-        for size, num_bytes in LARGE_BYTES.items():
-            data = _large(num_bytes)
-            times = await _time_async(lambda data=data: body.echo.remote(data), 3)
-            numbers[f"echo {size} (ms)"] = statistics.median(times) * 1e3
-        numbers |= await _endings(body)
-        numbers |= await _fifty(system)
+        body = remote_body.remote()
+        methods = {noop: body.noop, echo: body.echo}
+        return _measure_blocking(
+            effort,
+            begin,
+            lambda function, value: methods[function].remote(value),
+            wait=ray.get,
+            wait_all=ray.get,
+            num_large=effort.num_large,
+        )
+    finally:
+        ray.shutdown()
+
+
+def _measure_blocking(
+    effort: Effort,
+    begin: float,
+    send: Callable[[Callable[[Any], Any], Any], Any],
+    *,
+    wait: Callable[[Any], Any],
+    wait_all: Callable[[list[Any]], Any],
+    num_large: int = 1,
+) -> Numbers:
+    """Measure something that is called from a thread and waited for.
+
+    Those whose large arrays take seconds send them only once: they keep no memory from one time to the next.
+    """
+    wait(send(noop, None))
+    numbers = {SPAWN: (time.perf_counter() - begin) * 1e3}
+    times = _time(lambda: wait(send(noop, PAYLOADS["1 KB"])), effort.num_round_trips // 4)
+    numbers[P50] = statistics.median(times) * 1e6
+    for size, payload in PAYLOADS.items():
+        waves = max(1, effort.num_waves // 2)
+        seconds = sum(_time(lambda payload=payload: wait_all([send(noop, payload) for _ in range(IN_FLIGHT)]), waves))
+        numbers[rate(size)] = waves * IN_FLIGHT / seconds
+    for size, num_bytes in LARGE_BYTES.items():
+        data = _large(num_bytes)
+        times = _time(lambda data=data: wait(send(echo, data)), num_large)
+        numbers[large(size)] = statistics.median(times) * 1e3
     return numbers
 
 
-async def _calls_per_second(body: Any, payload: Any) -> float:
+def ours(effort: Effort, *, uvloop: bool) -> Numbers:
+    """Our actors, called from an asyncio or a uvloop loop."""
+    before = _alive()
+    with asyncio.Runner(loop_factory=_loop_factory(uvloop)) as runner:
+        numbers = runner.run(_ours(effort))
+    numbers[LEFT] = float(max(0, _alive() - before))
+    return numbers
+
+
+async def _ours(effort: Effort) -> Numbers:
+    numbers: Numbers = {}
+    async with ActorSystem(num_cpus=64) as system:
+        await system.spawn(Body).ready()
+        begin = time.perf_counter()
+        body: Any = system.spawn(Body)
+        await body.noop.remote(None)
+        numbers[SPAWN] = (time.perf_counter() - begin) * 1e3
+        small = PAYLOADS["1 KB"]
+        times = await _time_async(lambda: body.noop.remote(small), effort.num_round_trips)
+        numbers[P50] = statistics.median(times) * 1e6
+        for size, payload in PAYLOADS.items():
+            numbers[rate(size)] = await _calls_per_second(body, payload, effort.num_waves)
+        for size, num_bytes in LARGE_BYTES.items():
+            data = _large(num_bytes)
+            times = await _time_async(lambda data=data: body.echo.remote(data), effort.num_large)
+            numbers[large(size)] = statistics.median(times) * 1e3
+            numbers[COPIES] = float(await body.copied_bytes.remote(data))
+        await body.stop()
+        numbers[CANCEL] = await _cancel(system.spawn(Body))
+        numbers[CANCEL_KEEP] = await _cancel(system.spawn(Body, on_cancel="interrupt"))
+        numbers[DEATH] = await _kill(system.spawn(Body))
+        numbers |= await _fifty(system)
+        if importlib.util.find_spec("torch"):
+            numbers[PSS_TORCH] = await _pss_with_torch(system)
+    return numbers
+
+
+async def _calls_per_second(body: Any, payload: Any, num_waves: int) -> float:
     async def caller() -> None:
-        for _ in range(5):
+        for _ in range(num_waves):
             await body.noop.remote(payload)
 
     begin = time.perf_counter()
-    await asyncio.gather(*(caller() for _ in range(1000)))
-    return 5000 / (time.perf_counter() - begin)
+    await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
+    return num_waves * IN_FLIGHT / (time.perf_counter() - begin)
 
 
-async def _endings(body: Any) -> dict[str, float]:
+async def _cancel(body: Any) -> float:
+    await body.noop.remote(None)
     spinning = asyncio.ensure_future(body.spin.remote())
     await asyncio.sleep(0.2)
     begin = time.perf_counter()
     spinning.cancel()
     await body.noop.remote(None)
-    cancelled = time.perf_counter() - begin
+    return (time.perf_counter() - begin) * 1e3
+
+
+async def _kill(body: Any) -> float:
+    await body.noop.remote(None)
     dying = body.spin.remote()
     await asyncio.sleep(0.2)
     begin = time.perf_counter()
@@ -149,24 +344,108 @@ async def _endings(body: Any) -> dict[str, float]:
     try:
         await dying
     except ActorDiedError:
-        died = time.perf_counter() - begin
-    else:
-        raise AssertionError("it should have died")
-    return {"cancelled, and serving again (ms)": cancelled * 1e3, "death noticed (ms)": died * 1e3}
+        return (time.perf_counter() - begin) * 1e3
+    raise AssertionError("it should have died")
 
 
-async def _fifty(system: ActorSystem) -> dict[str, float]:
+async def _fifty(system: ActorSystem) -> Numbers:
     begin = time.perf_counter()
-    handles = [system.spawn(Body, num_cpus=0.5) for _ in range(50)]
+    handles: list[Any] = [system.spawn(Body, num_cpus=0.5) for _ in range(50)]
     await asyncio.gather(*(handle.noop.remote(None) for handle in handles))
     up = time.perf_counter()
-    pss = [_pss_bytes(handle.pid) for handle in handles]
+    pss = statistics.median(_pss_bytes(handle.pid) for handle in handles)
+    stopping = time.perf_counter()
     await asyncio.gather(*(handle.stop() for handle in handles))
-    return {
-        "50 actors up (ms)": (up - begin) * 1e3,
-        "50 actors down (ms)": (time.perf_counter() - up) * 1e3,
-        "idle actor PSS (MB)": statistics.median(pss) / 2**20,
-    }
+    down = time.perf_counter() - stopping
+    return {UP: (up - begin) * 1e3, DOWN: down * 1e3, PSS: pss / 2**20}
+
+
+async def _pss_with_torch(system: ActorSystem) -> float:
+    handles: list[Any] = [system.spawn(Body, preload=["torch"]) for _ in range(5)]
+    await asyncio.gather(*(handle.noop.remote(None) for handle in handles))
+    pss = statistics.median(_pss_bytes(handle.pid) for handle in handles)
+    await asyncio.gather(*(handle.stop() for handle in handles))
+    return pss / 2**20
+
+
+def importing(_effort: Effort) -> Numbers:
+    """``import xrl_lite.actors`` in a fresh interpreter, compiled before, as an installed package is."""
+    code = "import time; t = time.perf_counter(); import xrl_lite.actors; print(time.perf_counter() - t)"
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPYCACHEPREFIX": folder}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        command = [sys.executable, "-c", code]
+        runs = [subprocess.run(command, capture_output=True, check=True, env=environment) for _ in range(4)]
+    return {IMPORT: statistics.median(float(run.stdout) for run in runs[1:]) * 1e3}
+
+
+# ---------------------------------------------------------------- gates
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One promise: a number and its bound. `value` is None where a contender was skipped."""
+
+    name: str
+    value: float | None
+    bound: float
+    at_least: bool
+
+    @property
+    def verdict(self) -> str:
+        """Whether it holds."""
+        if self.value is None:
+            return "skipped"
+        return "holds" if (self.value >= self.bound if self.at_least else self.value <= self.bound) else "MISSED"
+
+
+def gates(table: dict[str, Numbers]) -> list[Gate]:
+    """Return every promise with what was measured. Ours is the best loop that is installed."""
+    own = table.get("ours, uvloop") or table.get("ours, asyncio") or {}
+    bare = table.get("bare socket, uvloop", {}).get(P50)
+    ppe, ray_ = table.get("ProcessPoolExecutor", {}), table.get("ray", {})
+
+    def times_faster(number: str, other: Numbers, *, is_rate: bool = False) -> float | None:
+        if number not in own or number not in other:
+            return None
+        return own[number] / other[number] if is_rate else other[number] / own[number]
+
+    def at_most(number: str, bound: float, source: Numbers = own) -> Gate:
+        return Gate(number, source.get(number), bound, at_least=False)
+
+    found = [
+        Gate(
+            "round trip / bare uvloop socket (or 15 us above it)",
+            own[P50] / bare if bare and P50 in own else None,
+            max(1.4, 1 + 15 / bare) if bare else 1.4,
+            at_least=False,
+        ),
+        Gate("round trip, times faster than Ray", times_faster(P50, ray_), 10, at_least=True),
+        Gate("round trip, times faster than ProcessPoolExecutor", times_faster(P50, ppe), 2.5, at_least=True),
+    ]
+    for size, other_name, other, bound in (
+        ("1 KB", "Ray", ray_, 20),
+        ("1 KB", "ProcessPoolExecutor", ppe, 10),
+        ("10 KB", "Ray", ray_, 12),
+    ):
+        value = times_faster(rate(size), other, is_rate=True)
+        found.append(Gate(f"calls/s of {size}, times {other_name}", value, bound, at_least=True))
+    for size in LARGE_BYTES:
+        found.append(Gate(f"{size}, times faster than ProcessPoolExecutor", times_faster(large(size), ppe), 10, True))
+        found.append(Gate(f"{size}, times faster than Ray", times_faster(large(size), ray_), 1, at_least=True))
+    limits = {COPIES: 0, SPAWN: 30, LEFT: 0, PSS: 10, PSS_TORCH: 40, DEATH: 50, CANCEL: 20}
+    found += [at_most(number, bound) for number, bound in limits.items()]
+    return [*found, at_most(IMPORT, 150, table.get("import", {}))]
+
+
+# ---------------------------------------------------------------- the run
+
+
+def _alive() -> int:
+    """Processes below this one, and descriptors of this one but for the blocks of memory that it will use again."""
+    descriptors = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    return len(children) + sum("memfd:xrl-lite" not in descriptor for descriptor in descriptors)
 
 
 def _pss_bytes(pid: int | None) -> int:
@@ -208,33 +487,94 @@ def _loop_factory(uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop]:
     return module.new_event_loop
 
 
-def measure(run: Callable[[], dict[str, float]], runs: int) -> dict[str, float]:
-    """Return the median of every number over `runs` runs."""
-    results = [run() for _ in range(runs)]
-    return {name: statistics.median(result[name] for result in results) for name in results[0]}
+CONTENDERS: dict[str, tuple[Callable[[Effort], Numbers], str]] = {
+    "bare socket, asyncio": (lambda effort: bare_socket(effort, uvloop=False), "asyncio"),
+    "bare socket, uvloop": (lambda effort: bare_socket(effort, uvloop=True), "uvloop"),
+    "ours, asyncio": (lambda effort: ours(effort, uvloop=False), "asyncio"),
+    "ours, uvloop": (lambda effort: ours(effort, uvloop=True), "uvloop"),
+    "ProcessPoolExecutor": (executor, "concurrent"),
+    "multiprocessing.Pool": (pool, "multiprocessing"),
+    "loky": (loky, "loky"),
+    "ray": (ray, "ray"),
+    "import": (importing, "xrl_lite"),
+}
+"""Name -> what measures it, and the module that has to be installed."""
+
+
+def choose(only: list[str]) -> dict[str, Callable[[Effort], Numbers]]:
+    """Return the contenders that are installed and wanted; say which are not."""
+    chosen: dict[str, Callable[[Effort], Numbers]] = {}
+    for name, (run, module) in CONTENDERS.items():
+        if only and not any(word in name for word in only):
+            continue
+        if importlib.util.find_spec(module) is None:
+            print(f"{name}: skipped, {module} is not installed")
+        else:
+            chosen[name] = run
+    return chosen
+
+
+def measure(contenders: dict[str, Callable[[Effort], Numbers]], effort: Effort, runs: int) -> dict[str, list[Numbers]]:
+    """Run all contenders `runs` times, one after the other in each round."""
+    results: dict[str, list[Numbers]] = {name: [] for name in contenders}
+    for number in range(runs):
+        for name, run in contenders.items():
+            begin = time.perf_counter()
+            results[name].append(run(effort))
+            print(f"round {number + 1} of {runs}: {name}, {time.perf_counter() - begin:.1f} s", flush=True)
+    return results
+
+
+def print_table(table: dict[str, Numbers]) -> None:
+    """Print every number, and in brackets how it compares with ours (times as long, or times as many)."""
+    own = table.get("ours, uvloop") or table.get("ours, asyncio") or {}
+    names = [name for name in table if name != "import"]
+    rows = list(dict.fromkeys(row for numbers in table.values() for row in numbers))
+    print(f"\n{'':42}" + "".join(f"{name:>24}" for name in names))
+    for row in rows:
+        cells = [_cell(table[name].get(row), own.get(row)) for name in names]
+        if any(cell != "-" for cell in cells):
+            print(f"{row:42}" + "".join(f"{cell:>24}" for cell in cells))
+
+
+def _cell(value: float | None, own: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.1f}" + (f" ({value / own:.2f}x)" if own else "")
 
 
 def main() -> None:
-    """Measure all contenders, print a table, write JSON."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="also write the numbers here")
-    parser.add_argument("--runs", type=int, default=RUNS)
+    """Measure all contenders, print a table and the gates, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write everything here")
+    parser.add_argument("--runs", type=int, help="rounds; 5, or 1 with --quick")
+    parser.add_argument("--quick", action="store_true", help="one round with few repetitions: does it run at all?")
+    parser.add_argument("--only", nargs="*", default=[], help="contenders whose name contains one of these words")
+    parser.add_argument("--pong", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--uvloop", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    contenders: dict[str, Callable[[], dict[str, float]]] = {"socket pair": socket_pair}
-    contenders["ours, asyncio"] = lambda: ours(uvloop=False)
-    if importlib.util.find_spec("uvloop"):
-        contenders["ours, uvloop"] = lambda: ours(uvloop=True)
-    else:
-        print("uvloop is not installed: skipped")
-    contenders["ProcessPoolExecutor"] = executor
-    table = {name: measure(run, options.runs) for name, run in contenders.items()}
-    rows = list(dict.fromkeys(row for numbers in table.values() for row in numbers))
-    print(f"{'':36}" + "".join(f"{name:>22}" for name in table))
-    for row in rows:
-        cells = (f"{numbers[row]:,.1f}" if row in numbers else "-" for numbers in table.values())
-        print(f"{row:36}" + "".join(f"{cell:>22}" for cell in cells))
+    if options.pong is not None:
+        with asyncio.Runner(loop_factory=_loop_factory(options.uvloop)) as runner:
+            runner.run(pong(options.pong))
+        return
+    effort = QUICK if options.quick else FULL
+    runs = options.runs or (1 if options.quick else 5)
+    results = measure(choose(options.only), effort, runs)
+    table = {
+        name: {row: statistics.median(numbers[row] for numbers in rounds) for row in rounds[0]}
+        for name, rounds in results.items()
+    }
+    print_table(table)
+    verdicts = gates(table)
+    print()
+    for gate in verdicts:
+        value = "-" if gate.value is None else f"{gate.value:,.2f}"
+        print(f"{gate.name:56} {value:>10}  {'>=' if gate.at_least else '<='} {gate.bound:<8,.2f} {gate.verdict}")
     if options.json:
-        options.json.write_text(json.dumps(table, indent=2))
+        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
+        judged = [{**vars(gate), "verdict": gate.verdict} for gate in verdicts]
+        report = {"machine": machine, "runs": runs, "median": table, "rounds": results, "gates": judged}
+        options.json.write_text(json.dumps(report, indent=2))
 
 
 if __name__ == "__main__":

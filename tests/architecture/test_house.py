@@ -21,7 +21,7 @@ from xrl_lite import errors
 from xrl_lite.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
-HEAVY = ("torch", "transformers", "vllm", "datasets", "matplotlib")
+HEAVY = ("torch", "transformers", "vllm", "datasets", "matplotlib", "ray")
 LIGHT = ("xrl_lite", "xrl_lite.config", "xrl_lite.actors", "xrl_lite.data", "xrl_lite.judger", "xrl_lite.replay_buffer")
 
 

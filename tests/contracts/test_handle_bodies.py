@@ -70,6 +70,16 @@ class Stateful:
     def exit(self, code: Any) -> None:
         sys.exit(code)
 
+    def exit_unless(self, path: str, times: int) -> int:
+        """Die, unless that has been done `times` times."""
+        with open(path, "a+") as file:
+            file.write("x")
+            file.seek(0)
+            tries = len(file.read())
+        if tries <= times:
+            sys.exit(1)
+        return tries
+
     def return_lock(self) -> Any:
         return {"inner": [threading.Lock()]}
 
@@ -156,6 +166,20 @@ class Concurrent:
     async def echo(self, value: Any) -> Any:
         await asyncio.sleep(0)
         return value
+
+    async def echo_when_told(self, value: Any) -> Any:
+        if value == "raise":
+            raise OwnError("told to")
+        if value == "long":
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return value
+
+    async def tell(self) -> None:
+        self.gate.set()
 
     async def raise_own(self) -> None:
         raise OwnError("mine")

@@ -15,11 +15,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xrl_lite.actors.actor import OnCancel
+from xrl_lite.actors.clock import VirtualClock
 from xrl_lite.actors.default import default_system, init, shutdown
 from xrl_lite.actors.faults import Fault, FaultPlan
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.handle import ActorHandle, ActorMethod
+from xrl_lite.actors.launcher import AutoAcceleratorWorkers, AutoCPUWorkers, CPUActorLauncher
+from xrl_lite.actors.ledger import Resources
 from xrl_lite.actors.payload import SharedValue, share
+from xrl_lite.actors.placement import Bundle, PlacementGroup
 from xrl_lite.actors.pool import ActorPool
 from xrl_lite.actors.restart import RestartPolicy
 from xrl_lite.actors.system import ActorSystem
@@ -29,7 +33,6 @@ if TYPE_CHECKING:
         AcceleratorResourcesConfig,
         CPUResourceManager,
         CPUResourcesConfig,
-        Resources,
         clear_cpu_resource_manager,
         get_cpu_resource_manager,
         register_cpu_resources,
@@ -41,7 +44,6 @@ _RESOURCES = (
     "AcceleratorResourcesConfig",
     "CPUResourceManager",
     "CPUResourcesConfig",
-    "Resources",
     "clear_cpu_resource_manager",
     "get_cpu_resource_manager",
     "register_cpu_resources",
@@ -55,15 +57,21 @@ __all__ = [
     "ActorMethod",
     "ActorPool",
     "ActorSystem",
+    "AutoAcceleratorWorkers",
+    "AutoCPUWorkers",
+    "Bundle",
+    "CPUActorLauncher",
     "CPUResourceManager",
     "CPUResourcesConfig",
     "CallFuture",
     "Fault",
     "FaultPlan",
     "OnCancel",
+    "PlacementGroup",
     "Resources",
     "RestartPolicy",
     "SharedValue",
+    "VirtualClock",
     "clear_cpu_resource_manager",
     "default_system",
     "get_cpu_resource_manager",

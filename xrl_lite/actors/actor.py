@@ -6,10 +6,11 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from xrl_lite.actors.future import CallFuture
+from xrl_lite.actors.ledger import Resources
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.restart import RestartPolicy
 from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError
@@ -42,6 +43,11 @@ class ActorSpec:
     env: Mapping[str, str]
     preload: tuple[str, ...]
     start_timeout_s: float
+    resources: Resources = field(default_factory=Resources)
+    """What was asked for."""
+
+    bundle: str = ""
+    """Name of the bundle out of which it is taken; empty for none."""
 
 
 class Call(CallFuture[Any]):

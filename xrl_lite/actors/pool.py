@@ -1,28 +1,86 @@
-"""Several actors of one class behind one call."""
+"""Several actors of one class behind one call.
+
+Waiting:
+    a call waits for    the replica that it was given to
+    `map` waits for     the first of its calls under way to end; there are never more than `max_in_flight`
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.handle import ActorHandle
-from xrl_lite.errors import ActorUnavailableError, did_you_mean
+from xrl_lite.errors import ActorDiedError, ActorUnavailableError, did_you_mean, errors_as_themselves
+
+if TYPE_CHECKING:
+    from xrl_lite.actors.system import ActorSystem
 
 Policy = Literal["round_robin", "least_loaded"]
 
+_IN_FLIGHT_PER_REPLICA = 16
+
 
 class ActorPool:
-    """Spreads calls over replicas, in turn or to the one with fewest calls. Those that are down are skipped."""
+    """Spreads calls over replicas, in turn or to the one with fewest calls. Those that are down are skipped.
+
+    Args:
+        handles: The replicas. They are the pool's from then on: `stop` stops them.
+        policy: "round_robin": each in its turn. "least_loaded": the one with the fewest calls that have not ended;
+            among equals the one whose turn it is.
+    """
 
     def __init__(self, handles: Sequence[ActorHandle], policy: Policy = "round_robin") -> None:
         if not handles:
             raise ValueError("An ActorPool needs at least one handle.")
         if policy not in get_args(Policy):
-            raise ValueError(f"Unknown policy {policy!r}.{did_you_mean(policy, get_args(Policy))}")
+            raise ValueError(
+                f"policy must be one of {', '.join(get_args(Policy))}, got {policy!r}."
+                f"{did_you_mean(policy, get_args(Policy))}"
+            )
         self.handles = list(handles)
         self.policy: Policy = policy
         self._next = 0
+
+    @classmethod
+    def spawn(
+        cls,
+        system: ActorSystem,
+        actor_cls: Callable[..., Any],
+        *args: Any,
+        num_actors: int,
+        name: str | None = None,
+        policy: Policy = "round_robin",
+        **options: Any,
+    ) -> ActorPool:
+        """Start `num_actors` replicas, all or none, and return the pool of them at once.
+
+        Args:
+            system: Where they run.
+            actor_cls: Their class.
+            *args: Arguments of its constructor.
+            num_actors: How many.
+            name: The replicas are called ``<name>/0`` and so on; by default after the class.
+            policy: As for the pool itself.
+            **options: As for `ActorSystem.spawn`, for each replica.
+        """
+        if num_actors < 1:
+            raise ValueError(f"num_actors must be at least 1, got {num_actors}.")
+        handles: list[ActorHandle] = []
+        try:
+            for number in range(num_actors):
+                own_name = f"{name}/{number}" if name is not None else None
+                handles.append(system.spawn(actor_cls, *args, name=own_name, **options))
+            return cls(handles, policy)
+        except BaseException:
+            for handle in handles:
+                handle.kill()
+            raise
+
+    def __len__(self) -> int:
+        return len(self.handles)
 
     async def ready(self) -> None:
         """Wait until all replicas are constructed; raises what the first failing constructor raised."""
@@ -47,9 +105,41 @@ class ActorPool:
         self._next = (self.handles.index(chosen) + 1) % count
         return chosen
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        """Call `method` on one replica and return what it returns. Cancelling it cancels the call."""
-        return await self.pick().method_named(method).options(timeout_s=timeout_s).remote(*args, **kwargs)
+    def submit(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> CallFuture[Any]:
+        """Send a call to one replica and return its future at once."""
+        return self.pick().method_named(method).options(timeout_s=timeout_s).remote(*args, **kwargs)
+
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, max_task_retries: int = 0, **kwargs: Any
+    ) -> Any:
+        """Call `method` on one replica and return what it returns. Cancelling it cancels the call.
+
+        Args:
+            method: Name of the method.
+            *args: Its arguments.
+            timeout_s: Seconds that the call may run, each time that it is tried.
+            max_task_retries: How often the call is given to another replica after its own has died or gone down. It
+                may then have run more than once.
+            **kwargs: Its keyword arguments.
+        """
+        for retries_left in range(max_task_retries, -1, -1):
+            try:
+                return await self.submit(method, *args, timeout_s=timeout_s, **kwargs)
+            except (ActorDiedError, ActorUnavailableError):
+                if retries_left == 0 or all(handle.is_down for handle in self.handles):
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
+    async def call_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
+        """Call `method` on every replica and return their results in the order of the replicas.
+
+        The first exception is raised, and cancels the other calls. To send something large, `share` it first.
+        """
+        with errors_as_themselves():
+            async with asyncio.TaskGroup() as group:
+                bound = [handle.method_named(method).options(timeout_s=timeout_s) for handle in self.handles]
+                calls = [group.create_task(_await(each.remote(*args, **kwargs))) for each in bound]
+        return [call.result() for call in calls]
 
     async def map(
         self,
@@ -57,6 +147,7 @@ class ActorPool:
         items: Iterable[Any],
         *,
         timeout_s: float | None = None,
+        max_task_retries: int = 0,
         max_in_flight: int | None = None,
         return_exceptions: bool = False,
         on_progress: Callable[[int], None] | None = None,
@@ -67,19 +158,23 @@ class ActorPool:
             method: Name of the method; it takes one item.
             items: Taken one by one, as there is room.
             timeout_s: Limit of each call.
+            max_task_retries: As for `call`.
             max_in_flight: Calls under way at the same time; by default 16 per replica.
             return_exceptions: Put an exception in the place of its result instead of ending the whole.
-            on_progress: Called with the number of calls that have ended.
+            on_progress: Called with the number of calls that have ended, once for each.
 
         Cancelling it, or the first exception, cancels the calls under way.
         """
-        results: dict[int, Any] = {}
-        async for index, outcome in self.map_unordered(
-            method, items, timeout_s=timeout_s, max_in_flight=max_in_flight, return_exceptions=return_exceptions
-        ):
-            results[index] = outcome
-            if on_progress is not None:
-                on_progress(len(results))
+        ends = self.map_unordered(
+            method,
+            items,
+            timeout_s=timeout_s,
+            max_task_retries=max_task_retries,
+            max_in_flight=max_in_flight,
+            return_exceptions=return_exceptions,
+            on_progress=on_progress,
+        )
+        results = {index: outcome async for index, outcome in ends}
         return [results[index] for index in range(len(results))]
 
     async def map_unordered(
@@ -88,20 +183,29 @@ class ActorPool:
         items: Iterable[Any],
         *,
         timeout_s: float | None = None,
+        max_task_retries: int = 0,
         max_in_flight: int | None = None,
         return_exceptions: bool = False,
+        on_progress: Callable[[int], None] | None = None,
     ) -> AsyncIterator[tuple[int, Any]]:
-        """Yield (position of the item, result) as the calls end. Arguments as for `map`."""
-        limit = max_in_flight or 16 * len(self.handles)
+        """Yield (position of the item, result) as the calls end. Arguments as for `map`.
+
+        Leaving the loop early cancels the calls under way; for that, use ``contextlib.aclosing``.
+        """
+        limit = _IN_FLIGHT_PER_REPLICA * len(self.handles) if max_in_flight is None else max_in_flight
+        if limit < 1:
+            raise ValueError(f"max_in_flight must be at least 1, got {max_in_flight}.")
         running: dict[asyncio.Task[Any], int] = {}
         source = enumerate(items)
+        num_ended = 0
         try:
             more = True
             while more or running:
                 while more and len(running) < limit:
                     index, item = next(source, (-1, None))
                     if more := index >= 0:
-                        running[asyncio.ensure_future(self.call(method, item, timeout_s=timeout_s))] = index
+                        call = self.call(method, item, timeout_s=timeout_s, max_task_retries=max_task_retries)
+                        running[asyncio.ensure_future(call)] = index
                 if not running:
                     break
                 done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -110,12 +214,14 @@ class ActorPool:
                     error = task.exception()
                     if error is not None and not return_exceptions:
                         raise error
+                    num_ended += 1
+                    if on_progress is not None:
+                        on_progress(num_ended)
                     yield index, error if error is not None else task.result()
         finally:
             for task in running:
                 task.cancel()
-            if running:
-                await asyncio.wait(running)
+            await asyncio.gather(*running, return_exceptions=True)
 
     def statistics(self) -> dict[str, Any]:
         """Return how many replicas serve, and each one's statistics."""
@@ -123,10 +229,20 @@ class ActorPool:
         return {
             "num_actors": len(each),
             "num_up": sum(handle.is_up for handle in self.handles),
+            "num_down": sum(handle.is_down for handle in self.handles),
             "pending": sum(handle.pending for handle in self.handles),
             "actors": each,
         }
 
     async def stop(self, grace_s: float = 5.0) -> None:
-        """Stop all replicas."""
+        """Stop all replicas, and wait until nothing of them is left."""
         await asyncio.gather(*(handle.stop(grace_s) for handle in self.handles))
+
+    def kill(self) -> None:
+        """End all replicas at once."""
+        for handle in self.handles:
+            handle.kill()
+
+
+async def _await(future: CallFuture[Any]) -> Any:
+    return await future

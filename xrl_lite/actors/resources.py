@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from xrl_lite.actors.ledger import Resources
 from xrl_lite.actors.machine import MILLI, milli_cpus, usable_memory_bytes, usable_milli_cpus
 from xrl_lite.errors import ResourceError
 from xrl_lite.log import get_logger
@@ -21,20 +21,6 @@ logger = get_logger(__name__)
 
 GIB = 1024**3
 PackStrategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resources:
-    """What one actor gets."""
-
-    num_cpus: float = 1
-    """CPUs; may be a fraction."""
-
-    memory_bytes: int | None = None
-    """Ceiling of its memory; None for none."""
-
-    accelerator_ids: tuple[int, ...] = ()
-    """Accelerators that it sees, by index on this machine."""
 
 
 class _ResourcesConfig(BaseModel):
@@ -59,7 +45,7 @@ class CPUResourcesConfig(_ResourcesConfig):
     @field_validator("pg_pack_strategy")
     @classmethod
     def _check_strategy(cls, value: str) -> str:
-        known = PackStrategy.__args__  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        known = get_args(PackStrategy)
         if value not in known:
             raise ValueError(f"pg_pack_strategy must be one of {', '.join(known)}, got {value!r}.")
         return value
@@ -68,6 +54,11 @@ class CPUResourcesConfig(_ResourcesConfig):
     def resources(self) -> Resources:
         """What each worker gets."""
         return Resources(num_cpus=self.num_cpus_per_worker, memory_bytes=self.cpu_memory_per_worker)
+
+    @property
+    def bundles(self) -> list[Resources]:
+        """One bundle for each worker, for `ActorSystem.reserve`."""
+        return [self.resources] * self.num_workers
 
 
 class AcceleratorResourcesConfig(_ResourcesConfig):
@@ -88,8 +79,53 @@ class AcceleratorResourcesConfig(_ResourcesConfig):
     num_accelerators_per_worker: Annotated[int, Field(ge=1)] = 1
     """Accelerators of each."""
 
+    num_accelerators_per_node: Annotated[int, Field(ge=1)] = 8
+    """Kept for configs that come from a cluster: what this machine has is looked up."""
+
     pg_pack_strategy: PackStrategy = "PACK"
     """Kept for configs that come from a cluster: on one machine all strategies are the same."""
+
+    @classmethod
+    def from_total(
+        cls,
+        *,
+        num_workers: int,
+        total_cpus: float,
+        total_cpu_memory: int,
+        total_accelerators: int | None = None,
+        accelerator: Literal["GPU", "NPU"] = "GPU",
+        pg_pack_strategy: PackStrategy = "PACK",
+    ) -> Self:
+        """Return the config that divides totals among `num_workers`. `total_accelerators` is by default one for each.
+
+        Raises:
+            ValueError: the accelerators cannot be divided evenly.
+        """
+        total = num_workers if total_accelerators is None else total_accelerators
+        if num_workers < 1 or total % num_workers:
+            raise ValueError(f"{total} accelerators cannot be divided evenly among {num_workers} workers.")
+        return cls(
+            accelerator=accelerator,
+            num_workers=num_workers,
+            num_cpus_per_worker=total_cpus / num_workers,
+            cpu_memory_per_worker=total_cpu_memory // num_workers,
+            num_accelerators_per_worker=total // num_workers,
+            pg_pack_strategy=pg_pack_strategy,
+        )
+
+    @property
+    def resources(self) -> Resources:
+        """What each worker gets."""
+        return Resources(
+            num_cpus=self.num_cpus_per_worker,
+            memory_bytes=self.cpu_memory_per_worker,
+            num_accelerators=self.num_accelerators_per_worker,
+        )
+
+    @property
+    def bundles(self) -> list[Resources]:
+        """One bundle for each worker, for `ActorSystem.reserve`."""
+        return [self.resources] * self.num_workers
 
     @property
     def bundle_specs(self) -> list[dict[str, float]]:
@@ -116,8 +152,21 @@ class HasCapacity(Protocol):
     def memory_bytes(self) -> int: ...
 
 
+@runtime_checkable
+class HasAvailability(Protocol):
+    """What an `ActorSystem` tells about what nobody holds."""
+
+    @property
+    def num_cpus_free(self) -> float: ...
+
+    @property
+    def memory_bytes_free(self) -> int: ...
+
+
 class CPUResourceManager:
     """Keeps the CPU pools that components have registered, and refuses those that do not fit.
+
+    What counts is the capacity, not what is free at the moment: a pool whose workers have started is not counted twice.
 
     Args:
         accelerator_placement_groups: What accelerator workers hold already: one object with `bundle_specs`, or several.
@@ -236,6 +285,7 @@ class CPUResourceManager:
 
     def _build_resource_summary(self) -> dict[str, float]:
         cpus, memory = self._totals()
+        free_cpus, free_memory = self._free()
         bundles = [bundle for group in self.accelerator_placement_groups for bundle in group.bundle_specs]
         accelerator_cpus = sum(float(bundle.get("CPU", 0)) for bundle in bundles)
         accelerator_memory = sum(float(bundle.get("memory", 0)) for bundle in bundles)
@@ -244,17 +294,17 @@ class CPUResourceManager:
         external_cpus, external_memory = cpus - accelerator_cpus, memory - accelerator_memory
         return {
             "cluster_cpus": cpus,
-            "available_cpus": external_cpus,
+            "available_cpus": free_cpus,
             "accelerator_cpus": accelerator_cpus,
             "external_capacity_cpus": external_cpus,
-            "ray_external_in_use_cpus": 0.0,
+            "ray_external_in_use_cpus": max(0.0, external_cpus - free_cpus),
             "registered_external_cpus": registered_cpus / MILLI,
             "remaining_after_registered_cpus": external_cpus - registered_cpus / MILLI,
             "cluster_memory": memory,
-            "available_memory": external_memory,
+            "available_memory": free_memory,
             "accelerator_memory": accelerator_memory,
             "external_capacity_memory": external_memory,
-            "ray_external_in_use_memory": 0.0,
+            "ray_external_in_use_memory": max(0.0, external_memory - free_memory),
             "registered_external_memory": registered_memory,
             "remaining_after_registered_memory": external_memory - registered_memory,
             "max_node_external_cpus": max(0.0, external_cpus),
@@ -265,6 +315,11 @@ class CPUResourceManager:
             return self._capacity.num_cpus, float(self._capacity.memory_bytes)
         return usable_milli_cpus() / MILLI, float(usable_memory_bytes())
 
+    def _free(self) -> tuple[float, float]:
+        if isinstance(self._capacity, HasAvailability):
+            return self._capacity.num_cpus_free, float(self._capacity.memory_bytes_free)
+        return self._totals()
+
     def _log_summary(self, title: str) -> None:
         summary = self._build_resource_summary()
         rows = [
@@ -272,6 +327,7 @@ class CPUResourceManager:
             for item, key in (
                 ("total", "cluster"),
                 ("held by accelerator workers", "accelerator"),
+                ("held by others", "ray_external_in_use"),
                 ("registered", "registered_external"),
                 ("left", "remaining_after_registered"),
             )

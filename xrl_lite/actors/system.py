@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import faulthandler
 import functools
+import itertools
 import os
 import signal
 import threading
@@ -25,26 +27,40 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from xrl_lite.actors.actor import Actor, ActorSpec, OnCancel
+from xrl_lite.actors.clock import Clock, VirtualClock, WallClock
 from xrl_lite.actors.faults import FaultPlan
 from xrl_lite.actors.forkserver import ForkServer
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.handle import ActorHandle, name_arguments
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.inline import InlineActor, InlineScheduler
-from xrl_lite.actors.ledger import Ledger
-from xrl_lite.actors.machine import MILLI, allow_many_descriptors, milli_cpus, usable_memory_bytes, usable_milli_cpus
+from xrl_lite.actors.ledger import Claim, Ledger, Resources
+from xrl_lite.actors.machine import (
+    MILLI,
+    allow_many_descriptors,
+    milli_cpus,
+    usable_cores,
+    usable_memory_bytes,
+    usable_milli_cpus,
+    visible_accelerators,
+)
 from xrl_lite.actors.payload import pack
+from xrl_lite.actors.placement import Bundle, PlacementGroup
 from xrl_lite.actors.process_actor import ProcessActor
 from xrl_lite.actors.restart import NEVER, RestartPolicy
+from xrl_lite.actors.zygote import CORES_VARIABLE
 from xrl_lite.errors import ActorUnavailableError, did_you_mean
 from xrl_lite.log import get_logger
 
+if TYPE_CHECKING:
+    from xrl_lite.actors.ray_actor import RayCluster
+
 logger = get_logger(__name__)
 
-Backend = Literal["process", "inline"]
+Backend = Literal["process", "inline", "ray"]
 
 _GRACE_S = 5.0
 _GRACE_AFTER_ERROR_S = 0.5
@@ -58,10 +74,14 @@ class ActorSystem:
     Args:
         num_cpus: CPUs that its actors may claim in sum; by default those this process may use.
         memory_bytes: Memory that they may claim in sum; by default what this process may use.
+        accelerators: Names of the accelerators that they may claim, as ``CUDA_VISIBLE_DEVICES`` would name them; by
+            default those that this process sees.
         log_dir: Folder for the output of every child, ``<actor name>.log``; without it only the last lines are kept.
         seed: Seeds the random generators of every child, and the order of calls of the inline backend.
-        backend: "process", or "inline": everything in this process, in an order that the seed decides.
+        backend: "process"; "inline": everything in this process, in an order that the seed decides; or "ray": on the
+            Ray cluster that this process is connected to, or else on a local one (extra ``ray``).
         faults: What is to go wrong, and when (inline backend).
+        clock: A `VirtualClock`, so that nobody waits for time limits and sleeps (inline backend).
         heartbeat_timeout_s: An actor with async methods whose event loop has not turned for so long, while no sync
             method runs, is ended.
 
@@ -76,24 +96,32 @@ class ActorSystem:
         seed: int = 0,
         backend: Backend = "process",
         *,
+        accelerators: Sequence[str] | None = None,
         faults: FaultPlan | None = None,
+        clock: VirtualClock | None = None,
         heartbeat_timeout_s: float = 600.0,
     ) -> None:
-        if backend not in ("process", "inline"):
+        if backend not in (known := get_args(Backend)):
             raise ValueError(
-                f"backend must be 'process' or 'inline', got {backend!r}.{did_you_mean(backend, get_args(Backend))}"
+                f"backend must be {', '.join(map(repr, known[:-1]))} or {known[-1]!r}, got {backend!r}."
+                f"{did_you_mean(backend, known)}"
             )
         if faults is not None and backend != "inline":
             raise ValueError("faults can be scripted only with backend='inline'.")
+        if clock is not None and backend != "inline":
+            raise ValueError("A virtual clock is for backend='inline' only: processes live in the time of the wall.")
         self.backend: Backend = backend
         self.seed = seed
         self.log_dir = Path(log_dir) if log_dir is not None else None
-        self.ledger = Ledger(
-            capacity_milli_cpus=usable_milli_cpus() if num_cpus is None else milli_cpus(num_cpus),
-            capacity_memory_bytes=usable_memory_bytes() if memory_bytes is None else memory_bytes,
-        )
+        self._accelerator_variable = ""
+        self._cluster: RayCluster | None = None
+        self.ledger = Ledger(self._capacity(num_cpus, memory_bytes, accelerators))
+        self.placement_groups: dict[str, PlacementGroup] = {}
+        """Groups that have not been released, by name."""
+
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._scheduler = InlineScheduler(seed, faults or FaultPlan())
+        self.clock: Clock = clock or WallClock()
+        self._scheduler = InlineScheduler(seed, faults or FaultPlan(), self.clock)
         self._lock = threading.RLock()  # a signal handler may call kill_all while its own thread is in here
         self._hub: Hub | None = None
         self._servers: dict[tuple[str, ...], ForkServer] = {}
@@ -122,14 +150,32 @@ class ActorSystem:
         """Memory that actors may claim in sum."""
         return self.ledger.capacity.memory_bytes
 
+    @property
+    def num_accelerators(self) -> int:
+        """Accelerators that actors may claim in sum."""
+        return len(self.ledger.capacity.accelerators)
+
+    @property
+    def num_cpus_free(self) -> float:
+        """CPUs that no actor and no placement group holds."""
+        return self.ledger.free.milli_cpus / MILLI
+
+    @property
+    def memory_bytes_free(self) -> int:
+        """Memory that no actor and no placement group holds."""
+        return self.ledger.free.memory_bytes
+
     def spawn(
         self,
         cls: Callable[..., Any],
         *args: Any,
         kwargs: Mapping[str, Any] | None = None,
         name: str | None = None,
-        num_cpus: float = 1,
+        num_cpus: float | None = None,
         memory_bytes: int | None = None,
+        num_accelerators: int = 0,
+        pin_cpus: bool = False,
+        bundle: Bundle | None = None,
         num_threads: int | None = None,
         max_concurrency: int = 1,
         max_pending: int = 10_000,
@@ -146,8 +192,13 @@ class ActorSystem:
             *args: Arguments of the constructor.
             kwargs: Keyword arguments of the constructor.
             name: A name that no living actor of the system has, for example ``judger/0``.
-            num_cpus: CPUs it holds; may be a fraction.
-            memory_bytes: Memory it holds; a child that uses more is ended.
+            num_cpus: CPUs it holds; may be a fraction. By default 1, or all that its bundle was given.
+            memory_bytes: Memory it holds; a child that uses more is ended. By default what its bundle was given.
+            num_accelerators: Accelerators it holds. It sees these, by ``CUDA_VISIBLE_DEVICES``, and no other: an actor
+                that asks for none sees none.
+            pin_cpus: Give it whole cores of its own, next to each other, and keep it on them.
+            bundle: Part of a `PlacementGroup` (see `reserve`) out of which it is taken. It sees all accelerators of
+                the bundle, and runs on the bundle's cores if those are pinned.
             num_threads: Threads of OpenMP, MKL and torch; by default the whole part of `num_cpus`, at least 1.
             max_concurrency: How many async methods run at the same time. Sync methods run one at a time.
             max_pending: How many calls may be under way.
@@ -161,10 +212,12 @@ class ActorSystem:
 
         Raises:
             ResourceError: not that much is left; the message says who holds what.
+            ValueError: the name is taken, or the backend cannot do what is asked for.
             PayloadError: class or arguments cannot be pickled.
             ActorUnavailableError: the system was shut down.
         """
         _check_positive(max_concurrency=max_concurrency, max_pending=max_pending, start_timeout_s=start_timeout_s)
+        resources = _resources(num_cpus, memory_bytes, num_accelerators, pin_cpus, bundle)
         keywords = dict(kwargs or {})
         construction = pack(
             (cls, args, keywords),
@@ -173,12 +226,12 @@ class ActorSystem:
             code=True,
         )
         spec = ActorSpec(
-            name=name or self._next_name(cls),
+            name=name or self._next_name(getattr(cls, "__name__", type(cls).__name__).strip("<>")),
             cls=cls,
             construction=construction,
-            num_cpus=num_cpus,
-            memory_bytes=memory_bytes,
-            num_threads=num_threads or max(1, int(num_cpus)),
+            num_cpus=resources.num_cpus,
+            memory_bytes=resources.memory_bytes,
+            num_threads=num_threads or max(1, int(resources.num_cpus)),
             max_concurrency=max_concurrency,
             max_pending=max_pending,
             restart=restart or NEVER,
@@ -186,8 +239,45 @@ class ActorSystem:
             env=dict(env or {}),
             preload=tuple(preload),
             start_timeout_s=start_timeout_s,
+            resources=resources,
+            bundle=bundle.name if bundle is not None else "",
         )
+        if self._cluster is not None:
+            from xrl_lite.actors.ray_actor import refuse_what_ray_cannot
+
+            refuse_what_ray_cannot(spec)
         return self._start(spec)
+
+    def reserve(
+        self, bundles: Sequence[Resources], *, name: str | None = None, kind: Literal["GPU", "NPU"] = "GPU"
+    ) -> PlacementGroup:
+        """Reserve resources for several actors, for all of them or for none, before any is started.
+
+        Args:
+            bundles: What each bundle is to hold; `CPUResourcesConfig.bundles` and the like give such lists.
+            name: A name that no other group of the system has.
+            kind: What accelerators are called in the sizes of the bundles.
+
+        Raises:
+            ResourceError: not that much is left; the message says who holds what.
+        """
+        if not bundles:
+            raise ValueError("A placement group needs at least one bundle.")
+        if self._cluster is not None:
+            from xrl_lite.actors.ray_actor import refuse_bundles_ray_cannot
+
+            refuse_bundles_ray_cannot(bundles)
+        with self._lock:
+            self._check_open(f"Placement group {name!r} cannot be reserved")
+            name = name or self._next_name("placement_group")
+            if name in self.placement_groups:
+                raise ValueError(f"There is a placement group called {name!r} already. Choose another name.")
+            names = [f"{name}[{index}]" for index in range(len(bundles))]
+            claims = self.ledger.reserve(names, bundles)
+            parts = tuple(Bundle(*each, kind) for each in zip(names, bundles, claims, strict=True))
+            group = PlacementGroup(name, self, parts, on_release=functools.partial(self._forget_group, name))
+            self.placement_groups[name] = group
+        return group
 
     def get(self, name: str) -> ActorHandle:
         """Return the handle of the living actor called `name`.
@@ -209,6 +299,8 @@ class ActorSystem:
             "num_cpus_held": held.milli_cpus / MILLI,
             "memory_bytes": self.memory_bytes,
             "memory_bytes_held": held.memory_bytes,
+            "num_accelerators": self.num_accelerators,
+            "num_accelerators_held": len(held.accelerators),
             "actors": {name: actor.statistics() for name, actor in list(self._actors.items())},
         }
 
@@ -256,7 +348,9 @@ class ActorSystem:
             self._join_hub()
 
     def shutdown_now(self, grace_s: float = _GRACE_S) -> None:
-        """Do what `shutdown` does, blocking this thread."""
+        """Do what `shutdown` does, blocking this thread. Calls of inline actors that wait for its loop are ended."""
+        if self.backend == "inline":
+            grace_s = 0.0
         if (ended := self._begin_shutdown(grace_s)) is not None:
             ended.result(grace_s + 2 * _SERVER_END_S)
             self._join_hub()
@@ -269,15 +363,50 @@ class ActorSystem:
 
     def _start(self, spec: ActorSpec) -> ActorHandle:
         with self._lock:
-            if self._closed:
-                raise ActorUnavailableError(f"Actor {spec.name!r} cannot be started: the system was shut down.")
+            self._check_open(f"Actor {spec.name!r} cannot be started")
             if spec.name in self._actors:
                 raise ValueError(f"There is an actor called {spec.name!r} already. Choose another name, or stop it.")
-            self.ledger.claim(spec.name, num_cpus=spec.num_cpus, memory_bytes=spec.memory_bytes)
-            actor = self._make(spec)
-            self._actors[spec.name] = actor
-            handle = self._handles[spec.name] = ActorHandle(actor)
+            claim = self.ledger.claim(spec.name, spec.resources, bundle=spec.bundle)
+            try:
+                actor = self._make(dataclasses.replace(spec, env={**self._environment(claim), **spec.env}))
+            except BaseException:
+                self.ledger.release(spec.name)
+                raise
+            handle = ActorHandle(actor)
+            if not actor.is_down:  # the constructor of an inline actor has run, and may have failed
+                self._actors[spec.name] = actor
+                self._handles[spec.name] = handle
         return handle
+
+    def _capacity(self, num_cpus: float | None, memory_bytes: int | None, accelerators: Sequence[str] | None) -> Claim:
+        if self.backend == "ray":
+            from xrl_lite.actors.ray_actor import RayCluster
+
+            if accelerators is not None:
+                raise ValueError("accelerators cannot be named with backend='ray': Ray knows which there are.")
+            self._cluster = RayCluster(num_cpus, memory_bytes)
+            return self._cluster.capacity
+        seen = visible_accelerators()
+        self._accelerator_variable = seen.variable
+        return Claim(
+            usable_milli_cpus() if num_cpus is None else milli_cpus(num_cpus),
+            usable_memory_bytes() if memory_bytes is None else memory_bytes,
+            seen.names if accelerators is None else tuple(accelerators),
+            usable_cores(),
+        )
+
+    def _environment(self, claim: Claim) -> dict[str, str]:
+        """The variables by which a child learns what it was given."""
+        given: dict[str, str] = {}
+        if self.num_accelerators and self._accelerator_variable:
+            given[self._accelerator_variable] = ",".join(claim.accelerators)
+        if claim.cores:
+            given[CORES_VARIABLE] = ",".join(map(str, claim.cores))
+        return given
+
+    def _check_open(self, what: str) -> None:
+        if self._closed:
+            raise ActorUnavailableError(f"{what}: the system was shut down.")
 
     def _make(self, spec: ActorSpec) -> Actor:
         on_down = functools.partial(self._forget, spec.name)
@@ -286,6 +415,12 @@ class ActorSystem:
         if self._hub is None:
             allow_many_descriptors()
             self._hub = Hub("actor-hub")
+        if self._cluster is not None:
+            from xrl_lite.actors.ray_actor import RayActor
+
+            return RayActor(
+                spec, hub=self._hub, cluster=self._cluster, log_dir=self.log_dir, seed=self.seed, on_down=on_down
+            )
         return ProcessActor(
             spec,
             hub=self._hub,
@@ -309,8 +444,10 @@ class ActorSystem:
         self._actors.pop(name, None)
         self._handles.pop(name, None)
 
-    def _next_name(self, cls: Callable[..., Any]) -> str:
-        stem = getattr(cls, "__name__", type(cls).__name__).strip("<>")
+    def _forget_group(self, name: str) -> None:
+        self.placement_groups.pop(name, None)
+
+    def _next_name(self, stem: str) -> str:
         with self._lock:
             number = self._num_named.get(stem, 0)
             self._num_named[stem] = number + 1
@@ -325,23 +462,67 @@ class ActorSystem:
         atexit.unregister(self._at_exit)
         if self._hub is not None:
             return self._hub.run(self._end_everything(grace_s), "shutdown()", last=True) if self._hub.running else None
-        for actor in list(self._actors.values()):
-            actor.kill()
-        return None
+        self._close_cluster()
+        return when_all_have_ended([actor.stop(grace_s) for actor in list(self._actors.values())], "shutdown()")
 
     async def _end_everything(self, grace_s: float) -> None:
-        actors = [actor for actor in self._actors.values() if isinstance(actor, ProcessActor)]
-        await asyncio.gather(*(actor.end(grace_s) for actor in actors))
+        await asyncio.gather(*(_end_actor(actor, grace_s) for actor in list(self._actors.values())))
         await asyncio.gather(*map(_end_server, list(self._servers.values())))
 
     def _join_hub(self) -> None:
         if self._hub is not None:
             self._hub.join()
+        self._close_cluster()
+
+    def _close_cluster(self) -> None:
+        cluster, self._cluster = self._cluster, None
+        if cluster is not None:
+            cluster.close()
 
 
 def _call_if_alive(method: weakref.WeakMethod[Callable[[], None]]) -> None:
     if (function := method()) is not None:
         function()
+
+
+async def _end_actor(actor: Actor, grace_s: float) -> None:
+    await actor.stop(grace_s)
+
+
+def when_all_have_ended(futures: Sequence[CallFuture[None]], label: str) -> CallFuture[None]:
+    """Return a future that ends when all of `futures` have, in whatever way."""
+    whole: CallFuture[None] = CallFuture(label)
+    left = itertools.count(len(futures), -1)  # its steps are atomic, and the futures end in any thread
+    next(left)
+
+    def count(_: CallFuture[None]) -> None:
+        if next(left) == 0:
+            whole.set_result(None)
+
+    for future in futures:
+        future.when_done(count)
+    if not futures:
+        whole.set_result(None)
+    return whole
+
+
+def _resources(
+    num_cpus: float | None, memory_bytes: int | None, num_accelerators: int, pin_cpus: bool, bundle: Bundle | None
+) -> Resources:
+    """What an actor asks for; in a bundle, what it does not mention is all that the bundle was given."""
+    if bundle is None:
+        return Resources(
+            num_cpus=1 if num_cpus is None else num_cpus,
+            memory_bytes=memory_bytes,
+            num_accelerators=num_accelerators,
+            pin_cpus=pin_cpus,
+        )
+    return Resources(
+        num_cpus=bundle.resources.num_cpus if num_cpus is None else num_cpus,
+        memory_bytes=memory_bytes or bundle.resources.memory_bytes,
+        num_accelerators=num_accelerators,
+        pin_cpus=pin_cpus,
+    )
 
 
 def _write_dump(dump: CallFuture[str]) -> None:

@@ -45,6 +45,9 @@ INTERRUPT_SIGNAL = signal.SIGUSR2
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
+CORES_VARIABLE = "XRL_LITE_CORES"
+"""Names the cores on which a child is to run, ``4,5,6``. Taken out of its environment when that has been done."""
+
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
@@ -273,8 +276,9 @@ def become_actor(request: ForkRequest, socket_fd: int, page_fd: int, log_fd: int
     if os.path.isdir(request.working_directory):
         os.chdir(request.working_directory)
     gc.enable()
+    _pin_to_cores(os.environ.pop(CORES_VARIABLE, ""))
     _limit_threads(request.num_threads)
-    _seed(request)
+    seed_generators(f"{request.seed}:{request.name}:{request.incarnation}")
     page = SlotPage(page_fd, request.num_slots)
     serve(socket.socket(fileno=socket_fd), page, max_concurrency=request.max_concurrency)
 
@@ -297,6 +301,11 @@ def _volunteer_for_the_oom_killer() -> None:
         file.write("500")
 
 
+def _pin_to_cores(cores: str) -> None:
+    if cores:
+        os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+
+
 def _limit_threads(count: int) -> None:
     # the variables are too late for libraries that the fork server has loaded already, so those are told directly
     torch = sys.modules.get("torch")
@@ -306,8 +315,8 @@ def _limit_threads(count: int) -> None:
             torch.set_num_interop_threads(1)
 
 
-def _seed(request: ForkRequest) -> None:
-    text = f"{request.seed}:{request.name}:{request.incarnation}"
+def seed_generators(text: str) -> None:
+    """Seed the random generators that are loaded with a number made from `text`."""
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     random.seed(seed)
     if numpy_random := sys.modules.get("numpy.random"):

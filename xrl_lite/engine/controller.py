@@ -43,6 +43,7 @@ class TrainingController:
             kwargs={"config": config, "model_path": model_path, "num_updates": num_updates, "seed": seed},
             name="engine/0",
             num_cpus=config.num_cpus,
+            num_accelerators=min(1, system.num_accelerators),  # it sees none that it does not claim
             num_threads=config.num_threads or len(os.sched_getaffinity(0)),
             preload=MODEL_MODULES,
             start_timeout_s=config.start_timeout_s,
