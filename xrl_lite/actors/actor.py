@@ -83,10 +83,6 @@ class Call(CallFuture[Any]):
     def label(self) -> str:
         return f"{self.method}() of actor {self._actor.spec.name!r}" if self._actor is not None else self.method
 
-    @property
-    def future(self) -> Call:
-        return self
-
     def cancel(self, msg: object = None) -> bool:
         if not super().cancel(msg):
             return False

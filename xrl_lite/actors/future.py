@@ -286,11 +286,14 @@ class WakeTogether:
     Every such call lets go of the interpreter lock, and the woken loop would take it for a single future.
     """
 
+    def __init__(self) -> None:
+        self._outer: list[tuple[_OnLoop, CallFuture[Any]]] | None = None
+
     def __enter__(self) -> None:
-        _together.waiting = []
+        self._outer, _together.waiting = _together.waiting, []
 
     def __exit__(self, *_: object) -> None:
-        waiting, _together.waiting = _together.waiting, None
+        waiting, _together.waiting = _together.waiting, self._outer
         if not waiting:
             return
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OnLoop, CallFuture[Any]]]] = {}

@@ -198,7 +198,7 @@ class InlineActor:
     @property
     def can_begin(self) -> bool:
         """Whether the next call could begin now."""
-        while self._queue and self._queue[0].future.done():
+        while self._queue and self._queue[0].done():
             self._queue.popleft()
         if not self._queue or not self._up:
             return False
@@ -209,10 +209,10 @@ class InlineActor:
     def submit(self, call: Call) -> None:
         self._scheduler.check_loop()
         if self._final_error is not None:
-            self._end(call, "unavailable", call.future.set_exception(self._final_error()))
+            self._end(call, "unavailable", call.set_exception(self._final_error()))
         elif self._stopping:
             error = unavailable_error(self._spec, "it is being stopped")
-            self._end(call, "unavailable", call.future.set_exception(error))
+            self._end(call, "unavailable", call.set_exception(error))
         else:
             self._queue.append(call)
             self._scheduler.kick()
@@ -334,7 +334,7 @@ class InlineActor:
         run.timer = self._scheduler.later(seconds, when_due)
 
     def _expire(self, call: Call) -> None:
-        self._end(call, "timeout", call.future.set_exception(timeout_error(self._spec, call)))
+        self._end(call, "timeout", call.set_exception(timeout_error(self._spec, call)))
         self._interrupt(call, f"{call.method}() ran longer than {call.timeout_s:g} s")
 
     def _interrupt(self, call: Call, why: str) -> None:
@@ -370,12 +370,12 @@ class InlineActor:
             self._die(_exit(error))
             return Kind.CANCELLED, EMPTY
         except asyncio.CancelledError as error:
-            if call.future.cancelled() or self._running.get(call) is not run:
+            if call.cancelled() or self._running.get(call) is not run:
                 raise
             return _failed(error)
         except BaseException as error:  # noqa: BLE001 whatever the method raises is the caller's to see
             if deadline.expired():
-                self._end(call, "timeout", call.future.set_exception(timeout_error(self._spec, call)))
+                self._end(call, "timeout", call.set_exception(timeout_error(self._spec, call)))
             return _failed(error)
         return pack_result(result, call.method)
 
@@ -412,10 +412,10 @@ class InlineActor:
         del self._running[call]
         kind, packed = outcome
         if kind is Kind.RESULT:
-            self._end(call, "ok", call.future.set_packed(packed))
+            self._end(call, "ok", call.set_packed(packed))
         elif kind is Kind.ERROR:
             error = unpack_failure(packed).error(self._spec.name, call.method)
-            self._end(call, "raised", call.future.set_exception(error))
+            self._end(call, "raised", call.set_exception(error))
         if self._take_fault("kill_after", run):
             self._die("its process was killed by a scripted fault")
         self._check_idle()
@@ -509,12 +509,12 @@ class InlineActor:
                 logger.exception("a callback for the death of actor %s failed", self._spec.name)
 
     def _retry_or_fail(self, call: Call, error: ActorDiedError) -> None:
-        if call.retries_left > 0 and not call.future.done():
+        if call.retries_left > 0 and not call.done():
             call.retries_left -= 1
             self._counts["retried"] += 1
             self._queue.appendleft(call)
         else:
-            self._end(call, "died", call.future.set_exception(type(error)(*error.args)))
+            self._end(call, "died", call.set_exception(type(error)(*error.args)))
 
     def _last_word(self, how: str) -> Callable[[], BaseException]:
         policy = self._spec.restart
@@ -537,7 +537,7 @@ class InlineActor:
         running, self._running = self._running, {}
         queue, self._queue = self._queue, deque()
         for call in [*running, *queue]:
-            self._end(call, "unavailable", call.future.set_exception(make_error()))
+            self._end(call, "unavailable", call.set_exception(make_error()))
         for run in running.values():
             run.abandon()
         for timer in (self._pause_timer, self._grace_timer):
