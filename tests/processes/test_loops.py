@@ -196,6 +196,29 @@ def test_no_descriptor_is_left_by_loops_that_polled_an_actor_which_died(system: 
     handle.stop(0.0).result(LIMIT_S)
 
 
+def test_a_finalizer_may_call_the_actor_while_the_collector_runs_in_the_midst_of_a_call(stateful: ActorHandle) -> None:
+    class Noisy:
+        def __init__(self) -> None:
+            self.itself = self  # only the collector frees it
+
+        def __del__(self) -> None:
+            stateful.add.remote()
+
+    async def call(count: int) -> None:
+        for _ in range(count):
+            Noisy()
+            await asyncio.gather(*(stateful.echo.remote(number) for number in range(3)))
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(37, 2, 2)  # no divisor of what a call allocates, so it comes to run everywhere
+    try:
+        in_threads(lambda: asyncio.run(call(150)), lambda: asyncio.run(call(150)))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert stateful.add.remote(0).result(LIMIT_S) == 300
+
+
 async def test_submit_waits_for_room_in_the_order_of_asking(system: ActorSystem) -> None:
     handle = system.spawn(Concurrent, max_concurrency=4, max_pending=2)
     blocking = [handle.forever.remote() for _ in range(2)]

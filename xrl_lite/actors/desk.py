@@ -64,7 +64,7 @@ class Desk:
         self._on_limit = on_limit
         self._on_idle = on_idle
         self._on_broken = on_broken
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._queue: deque[Call] = deque()
         self._running: dict[int, Call] = {}
         self._link: Link | None = None
@@ -106,6 +106,10 @@ class Desk:
 
     def submit(self, call: Call) -> None:
         """Take a call. It is sent at once where a child serves and nothing waits before it."""
+        # the collector may run a user's __del__ in the midst of our own work, and that may call the actor
+        if self._lock._is_owned():  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+            self._hub.post(self.submit, call)
+            return
         with self._lock:
             refusal = self._refusal
             if refusal is None:
@@ -131,8 +135,8 @@ class Desk:
     def receive(self, link: Link) -> bool:
         """Take the replies that have arrived, and send what waited for their slots. Return whether there were any."""
         ended: deque[tuple[Call, Frame]] = deque()
-        running, counts = self._running, self._counts
         with self._lock:
+            running, counts = self._running, self._counts
             try:
                 frames = link.read()
             except EOFError:

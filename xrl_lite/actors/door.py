@@ -233,7 +233,7 @@ class _Connection:
         self.calls: dict[int, Call] = {}
         self.ended = False
         self._spec = spec
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run a user's __del__ in here, which calls something
         self._sock, theirs = socket.socketpair()
         self._writer = FrameWriter(self._sock)
         with theirs, socket.socket(fileno=os.dup(door.fd)) as entrance:

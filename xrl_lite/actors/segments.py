@@ -133,7 +133,7 @@ class BlockPool:
 
     def __init__(self, max_idle_bytes: int = MAX_IDLE_BYTES) -> None:
         self._max_idle_bytes = max_idle_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may run a user's __del__ in here, which sends something
         self._returned: deque[_Block] = deque()
         self._idle: deque[_Block] = deque()
         self._idle_bytes = 0
@@ -161,12 +161,18 @@ class BlockPool:
         with self._lock:
             self._collect()
             self._shrink(self._max_idle_bytes)
-            for index, block in enumerate(self._idle):
-                if block.size_bytes == size_bytes and not block.lent:
-                    del self._idle[index]
-                    self._idle_bytes -= size_bytes
+            for block in list(self._idle):
+                if block.size_bytes == size_bytes and not block.lent and self._claim(block):
                     return block
         return _Block(size_bytes)
+
+    def _claim(self, block: _Block) -> bool:
+        try:
+            self._idle.remove(block)
+        except ValueError:
+            return False
+        self._idle_bytes -= block.size_bytes
+        return True
 
     def _collect(self) -> None:
         # blocks come back through a queue, since a finalizer may run anywhere, also in a thread that holds the lock
@@ -176,10 +182,10 @@ class BlockPool:
             self._idle_bytes += block.size_bytes
 
     def _shrink(self, max_bytes: int) -> None:
-        while self._idle_bytes > max_bytes:
-            block = self._idle.popleft()
-            self._idle_bytes -= block.size_bytes
-            block.retire()
+        while self._idle_bytes > max_bytes and self._idle:
+            block = self._idle[0]
+            if self._claim(block):
+                block.retire()
 
 
 class _Block:
