@@ -565,13 +565,21 @@ def main() -> None:
         for name, rounds in results.items()
     }
     print_table(table)
+    load, cpus = os.getloadavg()[1], len(os.sched_getaffinity(0))
+    if load > 2 * cpus:  # we ourselves keep about two of them busy
+        print(f"\nThe load average is {load:.1f} on {cpus} CPUs: others work here, and the numbers are theirs as well.")
     verdicts = gates(table)
     print()
     for gate in verdicts:
         value = "-" if gate.value is None else f"{gate.value:,.2f}"
         print(f"{gate.name:56} {value:>10}  {'>=' if gate.at_least else '<='} {gate.bound:<8,.2f} {gate.verdict}")
     if options.json:
-        machine = {"cpus": os.cpu_count(), "python": platform.python_version(), "system": platform.platform()}
+        machine = {
+            "cpus": cpus,
+            "load_average": load,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        }
         judged = [{**vars(gate), "verdict": gate.verdict} for gate in verdicts]
         report = {"machine": machine, "runs": runs, "median": table, "rounds": results, "gates": judged}
         options.json.write_text(json.dumps(report, indent=2))

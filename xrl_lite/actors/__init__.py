@@ -8,6 +8,10 @@
 
 Every call ends in exactly one of: its result; the exception it raised, as itself; `ActorTaskError` (an exception that
 does not pickle); `ActorTimeoutError`; `ActorDiedError`; `ActorUnavailableError`; ``CancelledError``.
+
+The same handles stand before three backends: ``process``; ``inline``, in this process, in an order that a seed decides,
+with scripted faults (`FaultPlan`) and, if wanted, in virtual time (`VirtualClock`); ``ray`` (extra ``ray``), for those
+who outgrow one machine.
 """
 
 from __future__ import annotations

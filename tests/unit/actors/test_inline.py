@@ -8,9 +8,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.contracts import test_handle_bodies as bodies
 from xrl_lite.actors import ActorSystem, Fault, FaultPlan, RestartPolicy, VirtualClock
+from xrl_lite.actors.ledger import Claim
 from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError
 
 FORGIVING = RestartPolicy(max_restarts=10)
@@ -338,7 +341,7 @@ def test_what_is_left_of_a_plan_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("wrong", "message"),
     [
         ({"action": "kil"}, "Did you mean 'kill'"),
         ({"action": "kill", "at_call": 0}, "counted from 1"),
@@ -346,8 +349,72 @@ def test_what_is_left_of_a_plan_is_told() -> None:
         ({"action": "delay"}, "delay_s"),
     ],
 )
-def test_faults_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+def test_faults_that_make_no_sense_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Fault(actor="a", **settings)
+        Fault(actor="a", **wrong)
     with pytest.raises(ValueError, match="twice"):
         FaultPlan([Fault(actor="a", action="kill")] * 2)
+
+
+faults = st.builds(
+    Fault,
+    actor=st.sampled_from(["a", "b"]),
+    action=st.sampled_from(["kill", "kill_after", "drop_reply"]),
+    at_call=st.integers(1, 8),
+) | st.builds(
+    Fault,
+    actor=st.sampled_from(["a", "b"]),
+    action=st.just("delay"),
+    at_call=st.integers(1, 8),
+    delay_s=st.sampled_from([1.0, 30.0]),
+)
+calls = st.tuples(
+    st.sampled_from(["a", "b"]),
+    st.sampled_from(["sync", "sleep", "die", "read"]),
+    st.sampled_from([None, 5.0]),  # time limit
+    st.sampled_from([None, 0.0, 2.0]),  # cancelled after so long
+    st.integers(0, 1),  # retries
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(calls, max_size=12),
+    st.lists(faults, max_size=6, unique_by=lambda fault: (fault.actor, fault.action, fault.at_call)),
+    st.integers(0, 3),
+)
+def test_whatever_happens_every_call_ends_once_and_nothing_is_held(
+    sent: list[tuple[str, str, float | None, float | None, int]], plan: list[Fault], seed: int
+) -> None:
+    def run() -> list[tuple[int, str, float]]:
+        clock = VirtualClock()
+        ends: list[tuple[int, str, float]] = []
+
+        async def call(number: int, system: ActorSystem) -> None:
+            actor, method, timeout_s, cancel_after_s, retries = sent[number]
+            arguments = [3.0] if method in ("sync", "sleep") else []
+            try:
+                handle = system.get(actor)
+                bound = handle.method_named(method).options(timeout_s=timeout_s, max_task_retries=retries)
+                async with asyncio.timeout(cancel_after_s):
+                    await bound.remote(*arguments)
+                ends.append((number, "ok", clock.time()))
+            except (ActorDiedError, ActorTimeoutError, ActorUnavailableError, TimeoutError, KeyError) as error:
+                ends.append((number, type(error).__name__, clock.time()))
+
+        async def main() -> None:
+            policy = RestartPolicy(max_restarts=3, backoff_s=1.0)
+            system = ActorSystem(num_cpus=2, backend="inline", faults=FaultPlan(plan), clock=clock, seed=seed)
+            handles = [system.spawn(Sleeper, name=name, restart=policy, max_concurrency=2) for name in "ab"]
+            await asyncio.gather(*(call(number, system) for number in range(len(sent))))
+            assert [handle.pending for handle in handles] == [0, 0]
+            await system.shutdown()
+            assert system.ledger.held == Claim()
+            assert all(handle.is_down for handle in handles)
+
+        clock.run(main())
+        return ends
+
+    first = run()
+    assert sorted(number for number, _, _ in first) == list(range(len(sent)))
+    assert run() == first
