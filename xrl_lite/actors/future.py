@@ -119,7 +119,7 @@ class CallFuture(Generic[T]):
         if not self._done:
             raise asyncio.InvalidStateError(f"{self.label} has not ended.")
         if self._cancelled:
-            raise asyncio.CancelledError
+            raise self._make_cancelled_error()
         return self._error
 
     def cancel(self, msg: object = None) -> bool:
@@ -127,6 +127,7 @@ class CallFuture(Generic[T]):
         if not self._begin_end():
             return False
         self._cancelled = True
+        self._value = msg  # anyio knows by it which of its scopes a cancellation belongs to
         self._end()
         return True
 
@@ -187,7 +188,7 @@ class CallFuture(Generic[T]):
 
     def _make_cancelled_error(self) -> asyncio.CancelledError:
         """What `asyncio.gather` asks a cancelled future for."""
-        return asyncio.CancelledError()
+        return asyncio.CancelledError() if self._value is None else asyncio.CancelledError(self._value)
 
     # Several threads may end, await and watch the same future. There is no lock: each step that only one of them may
     # take is one operation on a list, which is atomic.
@@ -225,7 +226,7 @@ class CallFuture(Generic[T]):
 
     def _fail(self) -> NoReturn:
         if self._cancelled or self._error is None:
-            raise asyncio.CancelledError
+            raise self._make_cancelled_error()
         raise self._error.with_traceback(None)
 
     def _unpack(self) -> None:

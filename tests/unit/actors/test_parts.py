@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -167,6 +168,26 @@ async def test_gather_is_cancelled_with_what_it_gathers_and_the_other_way_round(
     futures[0].cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.gather(*futures)
+
+
+async def test_a_cancelled_scope_of_anyio_ends_its_own_wait_and_no_other() -> None:
+    mine, others = CallFuture[int]("mine()"), CallFuture[int]("others()")
+    results: list[int] = []
+
+    async def wait() -> None:
+        results.append(await others)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        with anyio.CancelScope() as scope:
+            asyncio.get_running_loop().call_soon(scope.cancel)
+            await mine
+        assert scope.cancelled_caught
+        with anyio.move_on_after(0.01) as limit:
+            await CallFuture[int]("never()")
+        assert limit.cancelled_caught
+        others.set_result(7)
+    assert results == [7]
 
 
 def test_it_can_be_awaited_on_another_loop_than_its_own() -> None:
