@@ -48,10 +48,15 @@ class Engine:
     def __init__(self, **metrics: float) -> None:
         self.metrics = metrics
         self.batches: list[TrainBatch] = []
+        self.measured: list[list[str]] = []
         self.loaded: Path | None = None
 
     async def export_weights(self) -> dict[str, torch.Tensor]:
         return {"w": torch.full((2,), float(len(self.batches)))}
+
+    async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
+        self.measured.append(names)
+        return dict.fromkeys(names, batch.rollout_logprobs)
 
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         self.batches.append(batch)

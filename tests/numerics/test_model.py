@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.digest import weights_digest
-from xrl_lite.algorithms.packing import collate, micro_batches, pack_groups
+from xrl_lite.algorithms.packing import PackedBatch, collate, pack_groups
+from xrl_lite.algorithms.planning import plan_micro_batches
 from xrl_lite.data import SampleParams
 from xrl_lite.engine.batch import TrainBatch
-from xrl_lite.engine.config import EngineConfig, OptimizerConfig, PolicyLossConfig
+from xrl_lite.engine.config import EngineConfig, OptimizerConfig
 from xrl_lite.engine.language_model import LanguageModelEngine, token_logprobs
 from xrl_lite.engine.worker import EngineWorker
 from xrl_lite.errors import RolloutError, WeightSyncError
@@ -46,9 +49,22 @@ def make_batch(seed: int = 0, attempts: int = 4) -> TrainBatch:
         responses=responses,
         response_masks=[[1] * len(response) for response in responses],
         rollout_logprobs=[[-1.0] * len(response) for response in responses],
-        advantages=[rng.uniform(-1, 1) for _ in responses],
+        advantages=[[rng.uniform(-1, 1)] * len(response) for response in responses],
         groups=[i // attempts for i in range(len(responses))],
+        sessions=list(range(len(responses))),
     )
+
+
+def pack(batch: TrainBatch, *, row: int = 64, limit: int = 1000) -> list[PackedBatch]:
+    groups = pack_groups(batch.prompts, batch.responses, masks=batch.response_masks, max_tokens_per_row=row)
+    return [collate(rows) for rows in plan_micro_batches(groups, max_tokens=limit)[0]]
+
+
+def without_signal(batch: TrainBatch, groups: tuple[int, ...] = (0, 1, 2)) -> TrainBatch:
+    kept = [
+        [0.0] * len(row) if group in groups else row for row, group in zip(batch.advantages, batch.groups, strict=True)
+    ]
+    return replace(batch, advantages=kept)
 
 
 def plain_logprobs(model: Any, prompt: list[int], response: list[int]) -> list[float]:
@@ -60,19 +76,17 @@ def plain_logprobs(model: Any, prompt: list[int], response: list[int]) -> list[f
 def test_packed_attempts_have_the_logprobs_of_rows_of_their_own(tiny_model_folder: Path) -> None:
     engine, batch = make_engine(tiny_model_folder), make_batch()
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    rows = pack_groups(batch.prompts, batch.responses, max_tokens_per_row=64)
-    assert len(rows) == len(PROMPTS)
-    packed = list(micro_batches(rows, max_tokens=1000))
-    for part, logprobs in zip(packed, engine.infer_batch(packed), strict=True):
+    assert len(pack_groups(batch.prompts, batch.responses, max_tokens_per_row=64)) == len(PROMPTS)
+    packed = pack(batch)
+    for part, outputs in zip(packed, engine.infer_batch(packed), strict=True):
         wanted = [x for i in part.trajectories for x in plain_logprobs(model, batch.prompts[i], batch.responses[i])]
-        assert logprobs.tolist() == pytest.approx(wanted, abs=1e-5)
+        assert outputs.logprobs.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
 @given(st.integers(0, 1000), st.integers(4, 40), st.integers(8, 200))
 def test_packing_keeps_every_response_token_once_in_order(seed: int, row_limit: int, batch_limit: int) -> None:
     batch = make_batch(seed)
-    rows = pack_groups(batch.prompts, batch.responses, max_tokens_per_row=row_limit)
-    packed = list(micro_batches(rows, max_tokens=batch_limit))
+    packed = pack(batch, row=row_limit, limit=batch_limit)
     seen = [index for part in packed for index in part.trajectories]
     assert sorted(seen) == list(range(len(batch)))
     for part in packed:
@@ -82,7 +96,8 @@ def test_packing_keeps_every_response_token_once_in_order(seed: int, row_limit: 
 
 
 def test_attempts_in_a_row_do_not_see_each_other() -> None:
-    mask = collate(pack_groups([[1, 2], [1, 2]], [[3, 4], [5]], max_tokens_per_row=9)).attention_mask[0, 0]
+    groups = pack_groups([[1, 2], [1, 2]], [[3, 4], [5]], max_tokens_per_row=9)
+    mask = collate([groups]).attention_mask[0, 0]
     # positions: p0 p1 a0 a1 b0
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -116,7 +131,7 @@ def test_trajectories_without_signal_cost_nothing_and_change_nothing(tiny_model_
     worker = EngineWorker(config=EngineConfig(), model_path=str(tiny_model_folder), num_updates=1, seed=0)
     before = weights_digest(worker.export_weights())
     batch = make_batch()
-    flat = TrainBatch(**{**vars(batch), "advantages": [0.0] * len(batch)})
+    flat = without_signal(batch)
     assert worker.train_batch(flat)["num_updates"] == 0.0
     assert weights_digest(worker.export_weights()) == before
 
@@ -127,10 +142,9 @@ def test_a_group_without_signal_counts_in_the_mean_over_tokens(tiny_model_folder
         return worker.train_batch(batch)["grad_norm"]
 
     batch = make_batch()
-    flat = [0.0 if group else advantage for group, advantage in zip(batch.groups, batch.advantages, strict=True)]
     live = batch.select([i for i, group in enumerate(batch.groups) if group == 0])
     share = sum(map(len, live.responses)) / sum(map(len, batch.responses))
-    mixed = TrainBatch(**{**vars(batch), "advantages": flat})
+    mixed = without_signal(batch, (1, 2))
     assert grad_norm(mixed) == pytest.approx(grad_norm(live) * share, rel=1e-4)
 
 
@@ -138,7 +152,7 @@ def test_the_schedule_goes_on_in_steps_without_signal(tiny_model_folder: Path) -
     config = EngineConfig(optimizer=OptimizerConfig(learning_rate=1.0, schedule="linear"), num_mini_batches=2)
     worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=8, seed=0)
     batch = make_batch()
-    flat = TrainBatch(**{**vars(batch), "advantages": [0.0] * len(batch)})
+    flat = without_signal(batch)
     rates = [worker.train_batch(flat)["learning_rate"] for _ in range(4)]
     assert rates == pytest.approx([0.9375, 0.6875, 0.4375, 0.1875])
 
@@ -152,8 +166,9 @@ def test_several_updates_per_step_use_the_logprobs_from_before(tiny_model_folder
 
 
 def test_kl_to_the_initial_policy_is_zero_at_the_start(tiny_model_folder: Path) -> None:
-    config = EngineConfig(loss=PolicyLossConfig(kl_coef=0.1), optimizer=OptimizerConfig(learning_rate=1e-2))
-    worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=2, seed=0)
+    config = EngineConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    worker = EngineWorker(config=config, algorithm=algorithm, model_path=str(tiny_model_folder), num_updates=2, seed=0)
     assert worker.train_batch(make_batch())["kl_to_initial"] == pytest.approx(0.0, abs=1e-9)
     assert worker.train_batch(make_batch())["kl_to_initial"] > 0
 

@@ -90,7 +90,7 @@ def test_unknown_component_names_the_closest(tmp_path: Path, override: str, want
 
 
 def test_unknown_advantage_names_the_closest(tmp_path: Path) -> None:
-    assert "Did you mean 'grpo'?" in refusal(write(tmp_path), "trainer.advantage=grop")
+    assert "Did you mean 'grpo'?" in refusal(write(tmp_path), "algorithm.advantage=grop")
 
 
 def test_python_config_takes_overrides(tmp_path: Path) -> None:
