@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,10 @@ from xrl_lite.algorithms.digest import weights_digest
 from xrl_lite.algorithms.packing import PackedBatch, collate, pack_groups
 from xrl_lite.algorithms.planning import plan_micro_batches
 from xrl_lite.data import SampleParams
+from xrl_lite.engine.base import OutputRequest
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig, OptimizerConfig
-from xrl_lite.engine.language_model import LanguageModelEngine, token_logprobs
+from xrl_lite.engine.language_model import LanguageModelEngine, token_logprobs, token_outputs
 from xrl_lite.engine.worker import EngineWorker
 from xrl_lite.errors import RolloutError, WeightSyncError
 from xrl_lite.rollout.config import RolloutConfig
@@ -312,3 +315,228 @@ async def test_weights_that_do_not_fit_are_refused_by_name(replica: TorchReplica
     del weights[name]
     with pytest.raises(WeightSyncError, match=f"{name}.*was not sent"):
         await replica.update_weights(1, weights)
+
+
+# --- the whole update, whatever it is split into
+
+
+class Rank(LanguageModelEngine):
+    """One of two ranks that do not know of each other: gradients stay where they are, nothing is clipped."""
+
+    rank, size = 0, 1
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_data_parallel_size(self) -> int:
+        return self.size
+
+    def optimizer_step(self) -> float:
+        self.gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self._model.parameters()]
+        return 1.0
+
+
+def gradient_of(
+    folder: Path, algorithm: AlgorithmConfig, batch: TrainBatch, *, ranks: int = 1, row: int = 4096, limit: int = 16384
+) -> tuple[list[torch.Tensor], float]:
+    """Mean of the ranks' gradients, and the mean of their losses."""
+    totals: list[torch.Tensor] = []
+    loss = 0.0
+    for rank in range(ranks):
+        config = EngineConfig(max_tokens_per_row=row, max_tokens_per_micro_batch=limit)
+        worker = EngineWorker(config=config, algorithm=algorithm, model_path=str(folder), num_updates=1, seed=0)
+        engine = Rank(
+            model_path=str(folder), config=config, num_updates=1, seed=0, keep_reference=algorithm.needs_reference
+        )
+        engine.rank, engine.size = rank, ranks
+        engine.initialize()
+        worker._engine = engine
+        loss += worker.train_batch(batch)["loss"]
+        totals = [a + b for a, b in zip(totals, engine.gradients, strict=True)] if totals else engine.gradients
+    return [gradient / ranks for gradient in totals], loss
+
+
+def make_uneven_batch() -> TrainBatch:
+    """Masked tool tokens, sessions of two trajectories, advantages per token, a policy that has moved on."""
+    rng = random.Random(4)
+    batch = make_batch(4)
+    masks = [[rng.choice([1, 1, 0]) for _ in response] for response in batch.responses]
+    masks[2] = [0] * len(masks[2])
+    return replace(
+        batch,
+        response_masks=masks,
+        sessions=[index // 2 for index in range(len(batch))],
+        advantages=[[rng.uniform(-1, 1) * bit for bit in mask] for mask in masks],
+        old_logprobs=[[-4.1 + rng.uniform(-0.3, 0.3)] * len(mask) for mask in masks],
+        rollout_is_weights=[[rng.uniform(0.5, 1.5)] * len(mask) for mask in masks],
+        ref_logprobs=[[-4.0] * len(mask) for mask in masks],
+    )
+
+
+OBJECTIVES = {
+    "vanilla": {},
+    "everything beside it": {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coeff": 0.1},
+    "rows": {"policy_loss": "gspo"},
+    "geometric mean": {"policy_loss": "geo_mean"},
+    "sessions": {"loss_agg_mode": "session-mean-token-mean"},
+    "constant length": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 8.0},
+    "two sides": {"policy_loss": "oreal"},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_do_not_depend_on_packing_micro_batches_or_ranks(name: str, tiny_model_folder: Path) -> None:
+    algorithm, batch = AlgorithmConfig(**OBJECTIVES[name]), make_uneven_batch()
+    one, loss = gradient_of(tiny_model_folder, algorithm, batch)
+    scale = max(gradient.abs().max().item() for gradient in one)
+    for split in ({"row": 8, "limit": 24}, {"ranks": 2}, {"ranks": 3, "row": 16, "limit": 32}):
+        other, its_loss = gradient_of(tiny_model_folder, algorithm, batch, **split)
+        assert its_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        gap = max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+        assert gap <= 1e-6 * max(scale, 1.0), (split, gap, scale)
+
+
+def test_untrained_tokens_are_not_computed_and_nan_in_them_does_not_matter(tiny_model_folder: Path) -> None:
+    batch = make_uneven_batch()
+    assert sum(len(part.targets) for part in pack(batch)) == batch.num_trained_tokens
+    poisoned = replace(
+        batch,
+        old_logprobs=[
+            [x if bit else math.nan for x, bit in zip(row, mask, strict=True)]
+            for row, mask in zip(batch.old_logprobs or [], batch.response_masks, strict=True)
+        ],
+    )
+    clean, dirty = (gradient_of(tiny_model_folder, AlgorithmConfig(), each) for each in (batch, poisoned))
+    assert dirty[1] == clean[1]
+    assert all(torch.equal(a, b) for a, b in zip(clean[0], dirty[0], strict=True))
+
+
+def make_worker(folder: Path, *, rate: float = 1e-2, mini_batches: int = 1, **algorithm: Any) -> EngineWorker:
+    config = EngineConfig(num_mini_batches=mini_batches, optimizer=OptimizerConfig(learning_rate=rate))
+    return EngineWorker(
+        config=config, algorithm=AlgorithmConfig(**algorithm), model_path=str(folder), num_updates=9, seed=0
+    )
+
+
+def test_trl_4159_the_trainer_divides_logits_by_the_temperature() -> None:
+    logits, target = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
+    empty = torch.zeros(1, 1, dtype=torch.int64)
+    packed = replace(collate([]), targets=target, predicted_at=torch.tensor([0]), candidates=empty)
+    request = OutputRequest(entropy=True, sum_pi_squared=True, top_k=2)
+    outputs = token_outputs(logits / 0.5, packed, request)
+    assert outputs.logprobs.item() == pytest.approx(-0.143, abs=1e-3)
+    p = (logits / 0.5).softmax(1)[0]
+    assert outputs.entropy is not None
+    assert outputs.entropy.item() == pytest.approx(-(p * p.log()).sum().item())
+    assert outputs.sum_pi_squared is not None
+    assert outputs.sum_pi_squared.item() == pytest.approx(p.square().sum().item())
+    assert outputs.top_ids is not None
+    assert outputs.top_ids.tolist() == [[0, 1]]
+    assert outputs.candidate_logprobs is not None
+    assert outputs.candidate_logprobs.item() == pytest.approx(outputs.logprobs.item())
+
+
+def test_what_is_measured_has_the_temperature_and_zeros_under_the_mask(tiny_model_folder: Path) -> None:
+    worker = make_worker(tiny_model_folder, use_kl_in_reward=True)
+    batch = replace(make_uneven_batch(), temperature=0.5)
+    measured = worker.measure(batch, ["old_logprobs", "ref_logprobs", "sum_pi_squared"])
+    assert measured["old_logprobs"] == measured["ref_logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    for index in (0, 5):
+        ids = torch.tensor([batch.prompts[index] + batch.responses[index]])
+        with torch.no_grad():
+            logp = (model(ids).logits[0, len(batch.prompts[index]) - 1 : -1] / 0.5).log_softmax(1)
+        wanted = logp.gather(1, torch.tensor(batch.responses[index]).unsqueeze(1)).squeeze(1)
+        mask = torch.tensor(batch.response_masks[index])
+        assert measured["old_logprobs"][index] == pytest.approx((wanted * mask).tolist(), abs=1e-5)
+        squared = logp.exp().square().sum(1) * mask
+        assert measured["sum_pi_squared"][index] == pytest.approx(squared.tolist(), abs=1e-5)
+    worker.train_batch(batch)
+    again = worker.measure(batch, ["old_logprobs", "ref_logprobs"])
+    assert again["ref_logprobs"] == measured["ref_logprobs"]
+    assert again["old_logprobs"] != measured["old_logprobs"]
+
+
+def test_the_gap_of_a_step_is_that_of_all_its_tokens(tiny_model_folder: Path) -> None:
+    metrics: list[dict[str, float]] = []
+    batch = make_batch()
+    exact = make_worker(tiny_model_folder).measure(batch, ["old_logprobs"])["old_logprobs"]
+    rng = random.Random(0)
+    noisy = [[x + rng.uniform(-0.1, 0.1) for x in row] for row in exact]
+    for mini_batches in (1, 3):
+        worker = make_worker(tiny_model_folder, mini_batches=mini_batches)
+        metrics.append(worker.train_batch(replace(batch, rollout_logprobs=noisy)))
+    flat = [[x for row in rows for x in row] for rows in (exact, noisy)]
+    gaps = [abs(a - b) for a, b in zip(*flat, strict=True)]
+    wanted = {
+        "logprob_gap/mean": statistics.fmean(gaps),
+        "logprob_gap/max": max(gaps),
+        "logprob_gap/std": statistics.pstdev(gaps),
+        "logprob_gap/correlation": statistics.correlation(*flat),
+    }
+    for found in metrics:
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", {"loss_mode": "dro", "dro_beta": 0.1}])
+def test_losses_that_look_at_the_whole_update_train(loss: Any, tiny_model_folder: Path) -> None:
+    runs = [make_worker(tiny_model_folder, mini_batches=2, policy_loss=loss).train_batch(make_batch()) for _ in "ab"]
+    assert runs[0] == runs[1]
+    assert runs[0]["num_trained"] == len(make_batch())
+    if isinstance(loss, str):
+        assert runs[0]["cov_selected"] >= 0
+
+
+def test_a_choice_over_the_update_does_not_depend_on_micro_batches(tiny_model_folder: Path) -> None:
+    algorithm = AlgorithmConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0})  # type: ignore[arg-type]
+    one, loss = gradient_of(tiny_model_folder, algorithm, make_uneven_batch())
+    other, its_loss = gradient_of(tiny_model_folder, algorithm, make_uneven_batch(), row=8, limit=24)
+    assert its_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert max((a - b).abs().max().item() for a, b in zip(one, other, strict=True)) <= 1e-6
+
+
+def test_bypass_takes_the_rollout_as_the_old_policy(tiny_model_folder: Path) -> None:
+    batch = make_batch()
+    exact = make_worker(tiny_model_folder).measure(batch, ["old_logprobs"])["old_logprobs"]
+    shifted = [[x - 0.5 for x in row] for row in exact]
+    shifted[0] = [x - 3.0 for x in shifted[0]]
+    far = replace(batch, rollout_logprobs=shifted)
+    plain = make_worker(tiny_model_folder, rollout_correction="bypass_ppo_clip").train_batch(far)
+    assert plain["logprob_gap/mean"] > 0.5
+    assert plain["kl"] > 0.1
+    correction = {"preset": "bypass_pg_is", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}
+    metrics = make_worker(tiny_model_folder, rollout_correction=correction).train_batch(far)
+    assert metrics["num_trained"] == len(batch) - 1
+    assert metrics["rollout_corr/rollout_is_max"] > 1.0
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / len(batch))
+
+
+@pytest.mark.parametrize("mode", ["forward_kl_topk", "k3+", "k1"])
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(mode: str, tiny_model_folder: Path) -> None:
+    distillation = {"teacher": str(tiny_model_folder), "loss_mode": mode, "use_task_rewards": False, "top_k": 5}
+    worker = make_worker(tiny_model_folder, distillation=distillation)
+    metrics = worker.train_batch(without_signal(make_batch()))
+    assert metrics["num_trained"] == len(make_batch())
+    assert metrics["distillation"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_student_comes_closer_to_its_teacher(tiny_model_folder: Path, tmp_path: Path) -> None:
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for parameter in teacher.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    teacher.save_pretrained(tmp_path / "teacher")
+    for mode in ("forward_kl_topk", "k3"):
+        distillation = {"teacher": str(tmp_path / "teacher"), "loss_mode": mode, "use_task_rewards": False}
+        worker = make_worker(tiny_model_folder, rate=3e-3, distillation=distillation)
+        losses = [worker.train_batch(make_batch())["distillation"] for _ in range(6)]
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def test_entropy_in_the_loss_keeps_the_policy_broad(tiny_model_folder: Path) -> None:
+    after: list[float] = []
+    for coefficient in (0.0, 5.0):
+        worker = make_worker(tiny_model_folder, entropy_coeff=coefficient)
+        after.append([worker.train_batch(make_batch())["entropy"] for _ in range(5)][-1])
+    assert after[1] > after[0]

@@ -1,19 +1,23 @@
 """Which rank computes what, and in which micro-batches.
 
 Groups go to the rank that has least to do, the costliest first, so ranks differ by at most the cost of one group. On a
-rank, rows of a micro-batch are as long as its longest group and are filled up with shorter ones: next to no padding,
-and no attention over more tokens than the longest group has anyway. Every rank gets the same number of micro-batches.
+rank, rows of a micro-batch are hardly longer than its longest group and are filled up with shorter ones: next to no
+padding, and no attention over many more tokens than a group has. Every rank gets the same number of micro-batches.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from xrl_lite.algorithms.packing import PackedGroup
 
 MicroBatch = list[list[PackedGroup]]
 """Rows, each a list of groups."""
+
+_MAX_EXTRA = 6
+"""Sixteenths of its longest group by which the rows of a micro-batch may be longer, where that leaves less padding."""
 
 _QUADRATIC_FROM = 6144
 """Tokens in a row from which attention costs more than the rest: six times the width of a model of about 1B."""
@@ -42,40 +46,67 @@ def cost(num_tokens: int) -> float:
     return num_tokens + num_tokens**2 / _QUADRATIC_FROM
 
 
-def _balance(groups: Sequence[PackedGroup], num_ranks: int) -> list[list[PackedGroup]]:
-    shares: list[list[PackedGroup]] = [[] for _ in range(num_ranks)]
+_Sized = tuple[int, PackedGroup]
+"""A group and its number of tokens."""
+
+
+def _balance(groups: Sequence[PackedGroup], num_ranks: int) -> list[list[_Sized]]:
+    """Longest first, within each rank too."""
+    shares: list[list[_Sized]] = [[] for _ in range(num_ranks)]
     load = [(0.0, rank) for rank in range(num_ranks)]
-    for group in sorted(groups, key=lambda group: -group.num_tokens):
+    for length, group in sorted(((group.num_tokens, group) for group in groups), key=lambda sized: -sized[0]):
         total, rank = heapq.heappop(load)
-        shares[rank].append(group)
-        heapq.heappush(load, (total + cost(group.num_tokens), rank))
+        shares[rank].append((length, group))
+        heapq.heappush(load, (total + cost(length), rank))
     return shares
 
 
-def _fill(groups: list[PackedGroup], max_tokens: int) -> list[MicroBatch]:
-    """First fit, longest first; `groups` come in that order."""
+def _fill(groups: list[_Sized], max_tokens: int) -> list[MicroBatch]:
     batches: list[MicroBatch] = []
     waiting = groups
     while waiting:
-        length = waiting[0].num_tokens
-        max_rows = max(1, max_tokens // length)
-        rows: MicroBatch = []
-        free: list[int] = []
-        left: list[PackedGroup] = []
-        for group in waiting:
-            row = next((number for number, space in enumerate(free) if space >= group.num_tokens), None)
-            if row is None and len(rows) < max_rows:
-                row = len(rows)
-                rows.append([])
-                free.append(length)
-            if row is None:
-                left.append(group)
-            else:
-                rows[row].append(group)
-                free[row] -= group.num_tokens
-        batches.append(rows)
-        waiting = left
+        longest = waiting[0][0]
+        tries = [
+            _first_fit(waiting, capacity=longest + longest * extra // 16, max_tokens=max_tokens)
+            for extra in range(_MAX_EXTRA + 1)
+        ]
+        best = max(tries, key=lambda attempt: attempt.filled)  # the shortest rows of those that are equally full
+        batches.append(best.rows)
+        waiting = best.left
     return batches
+
+
+@dataclass(frozen=True)
+class _Filling:
+    rows: MicroBatch
+    left: list[_Sized]
+    filled: float
+    """Share of the rows that is not padding."""
+
+
+def _first_fit(groups: list[_Sized], *, capacity: int, max_tokens: int) -> _Filling:
+    """Put each group into the first row with room for it, as long as there are groups and rows."""
+    max_rows = max(1, max_tokens // capacity)
+    rows: MicroBatch = []
+    free: list[int] = []
+    left: list[_Sized] = []
+    shortest = groups[-1][0]
+    for place, (length, group) in enumerate(groups):
+        room = max(free) if len(rows) == max_rows else capacity
+        if room < shortest:
+            left += groups[place:]
+            break
+        if room < length:
+            left.append((length, group))
+            continue
+        row = next((number for number, space in enumerate(free) if space >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            free.append(capacity)
+        rows[row].append(group)
+        free[row] -= length
+    used = [capacity - space for space in free]
+    return _Filling(rows, left, sum(used) / (len(used) * max(used)))
 
 
 def _split_until(batches: list[MicroBatch], number: int) -> None:

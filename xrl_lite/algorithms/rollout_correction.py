@@ -62,8 +62,8 @@ def importance_weights(
     ratio = select(log_ratio.exp().expand(mask.shape), mask)
     lower, upper = config.is_bounds
     outside = (ratio > upper) | (ratio < lower) if lower is not None else torch.zeros_like(mask)
-    weights = ratio.clamp(min=config.rollout_is_floor, max=upper if lower is None else None)
-    weights = select(weights, mask & ~outside)
+    cut = ratio if lower is not None else ratio.clamp(min=config.rollout_is_floor, max=upper)
+    weights = select(cut, mask & ~outside)
     metrics = _weight_metrics(ratio, weights, mask, lower if lower is not None else 1 / upper, upper)
     if lower is not None:
         metrics["rollout_is_oob_ratio"] = _share(outside, mask)
