@@ -66,8 +66,10 @@ class PackedBatch:
     """Tokens without the padding."""
     candidates: Tensor | None = None
     """(T, k) int64: other tokens whose log-probs are asked for at each position."""
-    candidate_targets: Tensor | None = None
-    """(T, k) log-probs that a teacher gives the candidates."""
+    ref_logprobs: Tensor | None = None
+    """(T,) log-probs of the targets under the initial policy, where the loss needs them."""
+    teacher_logprobs: Tensor | None = None
+    """Log-probs that a teacher gives the candidates, (T, k), or the targets, (T,), where the loss needs them."""
 
 
 def pack_groups(

@@ -116,6 +116,16 @@ class RunConfig(Settings):
                 f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
             )
         self._check_sampling()
+        longest = self.task.agent_loop_config.sample_params.max_tokens + (
+            self.task.sampler_config.max_prompt_tokens or 1
+        )
+        if longest > self.engine.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"a prompt and its response may have {longest} tokens together, more than "
+                f"engine.max_tokens_per_micro_batch ({self.engine.max_tokens_per_micro_batch}), so they could not be "
+                f"trained on. Raise it, or lower task.agent_loop_config.sample_params.max_tokens or "
+                f"task.sampler_config.max_prompt_tokens."
+            )
         if self.rollout.dtype != self.engine.dtype:
             raise ValueError(
                 f"rollout.dtype ({self.rollout.dtype}) must be engine.dtype ({self.engine.dtype}): the weights are "

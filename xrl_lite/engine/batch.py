@@ -41,6 +41,8 @@ class TrainBatch:
     """Under the teacher."""
     values: list[list[float]] | None = None
     """Of a critic."""
+    returns: list[list[float]] | None = None
+    """What the critic is trained towards; there where `values` are."""
     sum_pi_squared: list[list[float]] | None = None
     """Sum of the squared probabilities of all tokens at each position."""
     rollout_is_weights: list[list[float]] | None = None

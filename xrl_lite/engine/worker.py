@@ -209,7 +209,7 @@ class EngineWorker:
     def _update(self, update: _Update, seed: int, gap: LogprobGap) -> dict[str, float]:
         batch = update.batch
         selected = self._select(batch, seed)
-        micro_batches = self._with_candidates(self._pack(batch), batch.temperature)
+        micro_batches = self._with_other_models(self._pack(batch), batch)
         means, loss_sum = WeightedMeans(), 0.0
 
         def loss_function(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
@@ -269,46 +269,44 @@ class EngineWorker:
             entropy=None if outputs.entropy is None else rows_from_flat(outputs.entropy, mask),
             rollout_is_weights=rows(batch.rollout_is_weights),
             ref_log_prob=self._reference(batch, packed, mask),
-            distillation=self._distillation(outputs, packed, mask, batch.temperature),
+            distillation=self._distillation(outputs, packed, mask),
             selected=None if selected is None else selected[order][:, : mask.shape[1]],
         )
+
+    def _with_other_models(self, packed: list[PackedBatch], batch: TrainBatch) -> list[PackedBatch]:
+        """Let reference and teacher compute before the update: all ranks together, those with nothing to do too."""
+        algorithm, temperature = self._algorithm, batch.temperature
+        if algorithm.use_kl_loss and batch.ref_logprobs is None:
+            with self._engine.disable_adapter():
+                outputs = self._engine.infer_batch(packed, temperature=temperature)
+            packed = [replace(p, ref_logprobs=o.logprobs) for p, o in zip(packed, outputs, strict=True)]
+        distillation = algorithm.distillation
+        if distillation is None or distillation.use_policy_gradient:
+            return packed
+        top_k = distillation.top_k if distillation.loss_mode == TOP_K else 0
+        with self._engine.use_teacher():
+            outputs = self._engine.infer_batch(packed, temperature=temperature, request=OutputRequest(top_k=top_k))
+        return [
+            replace(p, candidates=o.top_ids, teacher_logprobs=o.top_logprobs if top_k else o.logprobs)
+            for p, o in zip(packed, outputs, strict=True)
+        ]
 
     def _reference(self, batch: TrainBatch, packed: PackedBatch, mask: Tensor) -> Tensor | None:
         if not self._algorithm.use_kl_loss:
             return None
-        if batch.ref_logprobs is not None:
-            return pad_rows([batch.ref_logprobs[i] for i in packed.trajectories])
-        with self._engine.disable_adapter():
-            return rows_from_flat(self._engine.infer_batch([packed], temperature=batch.temperature)[0].logprobs, mask)
+        if packed.ref_logprobs is not None:
+            return rows_from_flat(packed.ref_logprobs, mask)
+        assert batch.ref_logprobs is not None, "one of the two is there"
+        return pad_rows([batch.ref_logprobs[i] for i in packed.trajectories])
 
-    def _with_candidates(self, batches: list[PackedBatch], temperature: float) -> list[PackedBatch]:
-        """Ask the teacher for its likeliest tokens, where they are in the loss."""
-        distillation = self._algorithm.distillation
-        if distillation is None or distillation.use_policy_gradient or distillation.loss_mode != TOP_K:
-            return batches
-        request = OutputRequest(top_k=distillation.top_k)
-        with self._engine.use_teacher():
-            outputs = self._engine.infer_batch(batches, temperature=temperature, request=request)
-        return [
-            replace(batch, candidates=output.top_ids, candidate_targets=output.top_logprobs)
-            for batch, output in zip(batches, outputs, strict=True)
-        ]
-
-    def _distillation(
-        self, outputs: TokenOutputs, packed: PackedBatch, mask: Tensor, temperature: float
-    ) -> Tensor | None:
-        distillation = self._algorithm.distillation
-        if distillation is None or distillation.use_policy_gradient:
+    def _distillation(self, outputs: TokenOutputs, packed: PackedBatch, mask: Tensor) -> Tensor | None:
+        if packed.teacher_logprobs is None:
             return None
-        loss = distillation_loss(distillation.loss_mode)
-        if distillation.loss_mode == TOP_K:
-            student, teacher = outputs.candidate_logprobs, packed.candidate_targets
-            assert student is not None, "there are candidates"
-            assert teacher is not None, "they came with the teacher's log-probs"
-            return rows_from_flat(loss(student, teacher), mask)
-        with self._engine.use_teacher():
-            teacher = self._engine.infer_batch([packed], temperature=temperature)[0].logprobs
-        return rows_from_flat(loss(outputs.logprobs, teacher), mask)
+        assert self._algorithm.distillation is not None, "there is a teacher"
+        student = outputs.logprobs if packed.candidates is None else outputs.candidate_logprobs
+        assert student is not None, "there are candidates"
+        loss = distillation_loss(self._algorithm.distillation.loss_mode)
+        return rows_from_flat(loss(student, packed.teacher_logprobs), mask)
 
     def _both_sides(self, batch: TrainBatch, outputs: TokenOutputs, packed: PackedBatch) -> tuple[Tensor, Tensor]:
         """Log-probs of the same tokens by trainer and rollout engine, (T,) each."""

@@ -111,7 +111,7 @@ class AdvantageStep:
         rewards = _at_last_trained(sessions.one_each(batch.rewards or []), mask, sessions.lengths)
         rewards, metrics = self._subtract_kl(rewards, mask, sessions, batch)
         inputs = self._inputs(batch, sessions)
-        advantages, _ = self._estimate(
+        advantages, returns = self._estimate(
             token_level_rewards=rewards, response_mask=mask, index=sessions.index(batch.groups), **inputs
         )
         if advantages.shape != mask.shape:
@@ -130,6 +130,8 @@ class AdvantageStep:
             "advantages/max": used.max().item(),
             "advantages/min": used.min().item(),
         }
+        if batch.values is not None:
+            batch = replace(batch, returns=sessions.split(returns))
         return replace(batch, advantages=sessions.split(advantages)), metrics
 
     def _subtract_kl(

@@ -105,6 +105,7 @@ def test_unknown_component_names_the_closest(tmp_path: Path, override: str, want
         (["algorithm.kl_loss_type=full"], "'low_var_kl'"),
         (["algorithm.advantage=gae"], "needs values, which nothing in these settings produces. A critic is needed"),
         (["algorithm.advantage=passk"], "algorithm.passk_k (4) must be below"),
+        (["engine={max_tokens_per_micro_batch: 6, max_tokens_per_row: 4}"], "may have 7 tokens together, more than"),
         (["algorithm.gdpo_reward_weights=[1, 2]"], "one weight for each of gdpo_reward_keys=None, got 2"),
         (["algorithm.rollout_correction=decoupled_seq"], "Did you mean 'decoupled_seq_is'?"),
         (["algorithm.rollout_correction={rollout_rs: token_k1}"], "needs rollout_rs_threshold"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -232,6 +233,14 @@ async def test_kl_in_the_reward_is_subtracted_token_by_token_and_adapts() -> Non
     other = AdvantageStep(AlgorithmConfig(**settings))
     other.load_state_dict(step.state_dict())
     assert other.state_dict() == step.state_dict()
+
+
+async def test_returns_for_a_critic_are_kept_where_there_are_values() -> None:
+    batch, _ = prepare_train_data([[scored(1.0), scored(0.0)]])
+    batch, _ = await estimate(replace(batch, values=[[0.5, 0.25], [0.5, 0.25]]), advantage="gae")
+    assert batch.returns == [[1.0, 1.0], [0.0, 0.0]]
+    mean, std = 0.125, torch.tensor([0.5, 0.75, -0.5, -0.25]).double().std().item()
+    assert batch.advantages[0] == pytest.approx([(0.5 - mean) / std, (0.75 - mean) / std], abs=1e-6)
 
 
 async def test_rejected_tokens_are_not_trained_on_and_the_reward_moves() -> None:
