@@ -50,7 +50,7 @@ class TrainBatch:
     temperature: float = 1.0
     """Temperature the tokens were sampled at: the trainer's logits are divided by it too."""
     step: int = 0
-    """Number of the step: with the run's seed, it seeds what is random in it."""
+    """Number of the step; it seeds what is random in the update, on all ranks alike."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

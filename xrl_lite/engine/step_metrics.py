@@ -53,6 +53,32 @@ class WeightedMeans:
         self._extremes[name] = choose(self._extremes.get(name, number), number)
 
 
+class StepReports:
+    """One report per step: counts are summed, maxima are maxima, the rest are means over the updates."""
+
+    def __init__(self) -> None:
+        self._reports: list[dict[str, float]] = []
+
+    def add(self, report: dict[str, float]) -> None:
+        """Add the report of an update."""
+        self._reports.append(report)
+
+    def result(self) -> dict[str, float]:
+        """The report of the step."""
+        merged: dict[str, float] = {}
+        for name in dict.fromkeys(name for report in self._reports for name in report):
+            values = [report[name] for report in self._reports if name in report]
+            if name in ("num_updates", "num_trained_tokens", "num_trained"):
+                merged[name] = sum(values)
+            elif name.endswith("max"):
+                merged[name] = max(values)
+            elif name.endswith("min"):
+                merged[name] = min(values)
+            else:
+                merged[name] = sum(values) / len(values)
+        return merged
+
+
 class LogprobGap:
     """How far the trainer's log-probs are from the rollout engine's, over the trained tokens of a step."""
 

@@ -7,6 +7,7 @@ packed micro-batches. Only lists cross the process boundary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,7 +28,7 @@ from xrl_lite.algorithms.rows import pad_rows, unpad_rows
 from xrl_lite.engine.base import BaseEngine, EngineRegistry, OutputRequest, TokenOutputs
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
-from xrl_lite.engine.step_metrics import LogprobGap, WeightedMeans
+from xrl_lite.engine.step_metrics import LogprobGap, StepReports, WeightedMeans
 from xrl_lite.registry import load_object, load_plugins
 
 _QUANTITIES = {
@@ -68,7 +69,6 @@ class EngineWorker:
         engine = EngineRegistry.get("language_model", config.backend, device)
         self._config = config
         self._algorithm = algorithm = algorithm or AlgorithmConfig()
-        self._seed = seed
         self._loss = policy_loss(algorithm.policy_loss.loss_mode)
         correction = algorithm.rollout_correction
         replaced = correction is not None and correction.loss_type == "reinforce"
@@ -91,16 +91,16 @@ class EngineWorker:
         """
         batch = self._with_old_logprobs(batch)
         parts = _split_by_group(batch, self._config.num_mini_batches)
-        steps, gap = _StepReports(), LogprobGap()
+        steps, gap = StepReports(), LogprobGap()
         for epoch in range(self._config.num_epochs):
             for number, part in enumerate(parts):
                 report = {"learning_rate": self._engine.learning_rate, "num_updates": 0.0}
                 update, correction_metrics = self._prepare(part)
                 if len(update.batch):
-                    seed = (self._seed * _SEEDS + batch.step) * _SEEDS + epoch * len(parts) + number
+                    seed = batch.step * _SEEDS + epoch * len(parts) + number  # the same on all ranks
                     # later log-probs of the trainer are not those the tokens were sampled with
                     before = epoch == 0 and (number == 0 or not self._bypass)
-                    report |= self._update(update, seed % 2**63, gap if before else LogprobGap())
+                    report |= self._update(update, seed, gap if before else LogprobGap())
                 steps.add(report | correction_metrics)
                 self._engine.lr_scheduler_step()
         return steps.result() | gap.merge(self._others(gap)).metrics()
@@ -115,16 +115,16 @@ class EngineWorker:
         packed = self._pack(batch)
         request = OutputRequest(sum_pi_squared="sum_pi_squared" in names)
         measured: dict[str, list[list[float]]] = {}
-        own = self._engine.infer_batch(packed, temperature=batch.temperature, request=request)
+        policies = {"ref_logprobs": self._engine.disable_adapter, "teacher_logprobs": self._engine.use_teacher}
+        by_policy: dict[str, list[TokenOutputs]] = {}
         for name in names:
-            outputs = own
-            if name == "ref_logprobs":
-                with self._engine.disable_adapter():
-                    outputs = self._engine.infer_batch(packed, temperature=batch.temperature)
-            elif name == "teacher_logprobs":
-                with self._engine.use_teacher():
-                    outputs = self._engine.infer_batch(packed, temperature=batch.temperature)
-            values = [getattr(output, _QUANTITIES[name]) for output in outputs]
+            policy = name if name in policies else "own"
+            if policy not in by_policy:
+                with policies.get(name, nullcontext)():
+                    by_policy[policy] = self._engine.infer_batch(
+                        packed, temperature=batch.temperature, request=request if policy == "own" else OutputRequest()
+                    )
+            values = [getattr(output, _QUANTITIES[name]) for output in by_policy[policy]]
             measured[name] = self._of_all_ranks(batch, packed, values)
         return measured
 
@@ -221,7 +221,9 @@ class EngineWorker:
             config = LossConfig(
                 self._algorithm.policy_loss,
                 batch=update.info,
-                session_num_tokens=torch.tensor([update.session_tokens[i] for i in packed.trajectories]),
+                session_num_tokens=torch.tensor(
+                    [update.session_tokens[i] for i in packed.trajectories], device=outputs.logprobs.device
+                ),
             )
             loss, metrics = objective(rows, algorithm=self._algorithm, policy_loss=self._loss_function, config=config)
             means.add(metrics, len(packed.targets))
@@ -251,11 +253,11 @@ class EngineWorker:
         return choose(old, now, pad_rows(batch.advantages), mask, self._algorithm.policy_loss, seed)
 
     def _rows(self, update: _Update, outputs: TokenOutputs, packed: PackedBatch, selected: Tensor | None) -> LossRows:
-        batch, order = update.batch, packed.trajectories
-        mask = pad_rows([batch.response_masks[i] for i in order]).bool()
+        batch, order, device = update.batch, packed.trajectories, outputs.logprobs.device
+        mask = pad_rows([batch.response_masks[i] for i in order]).bool().to(device)
 
         def rows(values: list[list[float]] | None) -> Tensor | None:
-            return None if values is None else pad_rows([values[i] for i in order])
+            return None if values is None else pad_rows([values[i] for i in order]).to(device)
 
         log_prob = rows_from_flat(outputs.logprobs, mask)
         advantages, old = rows(batch.advantages), rows(batch.old_logprobs)
@@ -268,9 +270,13 @@ class EngineWorker:
             mask=mask,
             entropy=None if outputs.entropy is None else rows_from_flat(outputs.entropy, mask),
             rollout_is_weights=rows(batch.rollout_is_weights),
-            ref_log_prob=self._reference(batch, packed, mask),
+            ref_log_prob=(
+                rows(batch.ref_logprobs if self._algorithm.use_kl_loss else None)
+                if packed.ref_logprobs is None
+                else rows_from_flat(packed.ref_logprobs, mask)
+            ),
             distillation=self._distillation(outputs, packed, mask),
-            selected=None if selected is None else selected[order][:, : mask.shape[1]],
+            selected=None if selected is None else selected[order][:, : mask.shape[1]].to(device),
         )
 
     def _with_other_models(self, packed: list[PackedBatch], batch: TrainBatch) -> list[PackedBatch]:
@@ -290,14 +296,6 @@ class EngineWorker:
             replace(p, candidates=o.top_ids, teacher_logprobs=o.top_logprobs if top_k else o.logprobs)
             for p, o in zip(packed, outputs, strict=True)
         ]
-
-    def _reference(self, batch: TrainBatch, packed: PackedBatch, mask: Tensor) -> Tensor | None:
-        if not self._algorithm.use_kl_loss:
-            return None
-        if packed.ref_logprobs is not None:
-            return rows_from_flat(packed.ref_logprobs, mask)
-        assert batch.ref_logprobs is not None, "one of the two is there"
-        return pad_rows([batch.ref_logprobs[i] for i in packed.trajectories])
 
     def _distillation(self, outputs: TokenOutputs, packed: PackedBatch, mask: Tensor) -> Tensor | None:
         if packed.teacher_logprobs is None:
@@ -360,30 +358,6 @@ class _Update:
     info: BatchInfo
     session_tokens: list[int]
     """Trained tokens of the session of each trajectory."""
-
-
-class _StepReports:
-    """One report per step: counts are summed, maxima are maxima, the rest are means over the updates."""
-
-    def __init__(self) -> None:
-        self._reports: list[dict[str, float]] = []
-
-    def add(self, report: dict[str, float]) -> None:
-        self._reports.append(report)
-
-    def result(self) -> dict[str, float]:
-        merged: dict[str, float] = {}
-        for name in dict.fromkeys(name for report in self._reports for name in report):
-            values = [report[name] for report in self._reports if name in report]
-            if name in ("num_updates", "num_trained_tokens", "num_trained"):
-                merged[name] = sum(values)
-            elif name.endswith("max"):
-                merged[name] = max(values)
-            elif name.endswith("min"):
-                merged[name] = min(values)
-            else:
-                merged[name] = sum(values) / len(values)
-        return merged
 
 
 def _split_by_group(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
