@@ -293,6 +293,22 @@ def test_order_of_rows_does_not_matter(name: str, seed: int) -> None:
         assert torch.allclose(before[order], after, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", sorted(set(RELATIVE) - {"gpg", "gdpo", "reinforce_plus_plus_baseline"} | {"remax"}))
+@settings(max_examples=30)
+@given(st.integers(0, 100_000))
+def test_a_group_does_not_see_the_others(name: str, seed: int) -> None:
+    case = make_case(seed)
+    inputs = case.inputs()
+    together = get_adv_estimator_fn(name)(**inputs)[0]
+    for group in set(case.groups):
+        places = [i for i, other in enumerate(case.groups) if other == group]
+        alone = {
+            key: value[places] if isinstance(value, Tensor) else [value[i] for i in places] if key == "index" else value
+            for key, value in inputs.items()
+        }
+        assert torch.allclose(get_adv_estimator_fn(name)(**alone)[0], together[places], atol=1e-12)
+
+
 @pytest.mark.parametrize("name", [name for name in RELATIVE if name not in ("passk", "gpg")])
 @settings(max_examples=30)
 @given(st.integers(0, 100_000), st.floats(-3, 3))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 import statistics
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -394,6 +396,92 @@ def test_loss_and_gradient_do_not_depend_on_packing_micro_batches_or_ranks(name:
         assert its_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
         gap = max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
         assert gap <= 1e-6 * max(scale, 1.0), (split, gap, scale)
+
+
+class Meeting:
+    """Where the threads of a test meet, as ranks do in a collective."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=20)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+class Together(LanguageModelEngine):
+    """A rank that knows the others: gradients are averaged over them, as FSDP does."""
+
+    rank, size = 0, 1
+    meeting: Meeting
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_data_parallel_size(self) -> int:
+        return self.size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.meeting.exchange(self.rank, value)
+
+    def forward_backward_batch(self, *arguments: Any, **options: Any) -> Any:
+        self.meeting.exchange(self.rank, None)  # every forward pass is one of all ranks
+        return super().forward_backward_batch(*arguments, **options)
+
+    def optimizer_step(self) -> float:
+        for parameter in self._model.parameters():
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = torch.stack(self.all_gather(own)).mean(dim=0)
+        return super().optimizer_step()
+
+
+def train_together(folder: Path, algorithm: AlgorithmConfig, batch: TrainBatch, size: int) -> list[Any]:
+    """Metrics and weights of each rank after a step of two updates."""
+    meeting = Meeting(size)
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    config = EngineConfig(num_mini_batches=2, max_tokens_per_micro_batch=64, max_tokens_per_row=64, optimizer=optimizer)
+    workers: list[EngineWorker] = []
+    for rank in range(size):
+        worker = EngineWorker(config=config, algorithm=algorithm, model_path=str(folder), num_updates=9, seed=rank)
+        engine = Together(
+            model_path=str(folder), config=config, num_updates=9, seed=rank, keep_reference=algorithm.needs_reference
+        )
+        engine.rank, engine.size, engine.meeting = rank, size, meeting
+        engine.initialize()
+        worker._engine = engine
+        workers.append(worker)
+    with ThreadPoolExecutor(size) as threads:
+        metrics = list(threads.map(lambda worker: worker.train_batch(batch), workers))
+    return [(found, worker.export_weights()) for found, worker in zip(metrics, workers, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coeff": 0.1, "policy_loss": "gspo"},
+        {"policy_loss": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}},
+        {"rollout_correction": {"preset": "bypass_pg_is", "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}},
+    ],
+)
+def test_ranks_do_together_what_one_does_alone(algorithm: dict[str, Any], tiny_model_folder: Path) -> None:
+    batch = replace(make_uneven_batch(), ref_logprobs=None)
+    # a group that is much longer than the others, so that one rank has fewer micro-batches
+    batch = batch.select([i for i in range(len(batch)) if batch.groups[i] != 1 or i % 4 == 0])
+    settings = AlgorithmConfig(**algorithm)
+    ((alone, weights),) = train_together(tiny_model_folder, settings, batch, 1)
+    ranks = train_together(tiny_model_folder, settings, batch, 3)
+    for found, its_weights in ranks:
+        assert found == ranks[0][0]
+        assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)
+        for name, tensor in weights.items():
+            assert torch.equal(its_weights[name], ranks[0][1][name])
+            # Adam's first updates are the signs of the gradient: only where that is about 0 may rounding show
+            assert (its_weights[name] - tensor).abs().median() < 1e-6, name
 
 
 def test_untrained_tokens_are_not_computed_and_nan_in_them_does_not_matter(tiny_model_folder: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from xrl_lite.algorithms.masked import select
+from xrl_lite.algorithms.rows import pad_rows
 from xrl_lite.errors import ConfigError, did_you_mean
 
 MODES = (
@@ -55,19 +56,15 @@ class BatchInfo:
         loss_scale_factor: float | None = None,
     ) -> BatchInfo:
         """Count the rows of an update."""
-        signs = [
-            value
-            for row, mask in zip(advantages, masks, strict=bool(advantages))
-            for value, bit in zip(row, mask, strict=True)
-            if bit
-        ]
+        mask = pad_rows(masks).bool()
+        signs = pad_rows(advantages)[mask].sign() if advantages else torch.zeros(0)
         return cls(
             dp_size=dp_size,
-            batch_num_tokens=sum(map(sum, masks)),
-            global_batch_size=sum(map(any, masks)),
+            batch_num_tokens=int(mask.sum()),
+            global_batch_size=int(mask.any(dim=1).sum()),
             num_sessions=len(session_num_tokens(masks, sessions)),
-            num_positive_tokens=sum(value > 0 for value in signs),
-            num_negative_tokens=sum(value < 0 for value in signs),
+            num_positive_tokens=int((signs > 0).sum()),
+            num_negative_tokens=int((signs < 0).sum()),
             loss_scale_factor=loss_scale_factor,
         )
 
