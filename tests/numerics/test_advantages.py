@@ -249,7 +249,7 @@ def test_every_estimator_has_a_loop() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SLOW))
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000))
 def test_estimator_is_what_a_loop_computes(name: str, seed: int) -> None:
     case = make_case(seed)
@@ -259,7 +259,7 @@ def test_estimator_is_what_a_loop_computes(name: str, seed: int) -> None:
         assert row == pytest.approx(expected, rel=1e-6, abs=1e-7)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000))
 def test_returns_of_gae_are_advantages_before_whitening_plus_values(seed: int) -> None:
     case = make_case(seed)
@@ -274,7 +274,7 @@ def test_returns_of_gae_are_advantages_before_whitening_plus_values(seed: int) -
 
 
 @pytest.mark.parametrize("name", sorted(SLOW))
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000))
 def test_order_of_rows_does_not_matter(name: str, seed: int) -> None:
     case = make_case(seed)
@@ -294,7 +294,7 @@ def test_order_of_rows_does_not_matter(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(RELATIVE) - {"gpg", "gdpo", "reinforce_plus_plus_baseline"} | {"remax"}))
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000))
 def test_a_group_does_not_see_the_others(name: str, seed: int) -> None:
     case = make_case(seed)
@@ -310,7 +310,7 @@ def test_a_group_does_not_see_the_others(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in RELATIVE if name not in ("passk", "gpg")])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000), st.floats(-3, 3))
 def test_relative_estimators_do_not_see_a_shift(name: str, seed: int, shift: float) -> None:
     case = make_case(seed)
@@ -331,7 +331,7 @@ def test_relative_estimators_do_not_see_a_shift(name: str, seed: int, shift: flo
 
 
 @pytest.mark.parametrize("name", ["grpo", "gdpo", "reinforce_plus_plus_baseline", "reinforce_plus_plus", "grpo_passk"])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000), st.floats(0.5, 4))
 def test_normalised_estimators_do_not_see_a_scale(name: str, seed: int, scale: float) -> None:
     case = make_case(seed)
@@ -340,6 +340,7 @@ def test_normalised_estimators_do_not_see_a_scale(name: str, seed: int, scale: f
     assert torch.allclose(before, get_adv_estimator_fn(name)(**case.inputs())[0], atol=1e-4)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
 def test_relative_advantages_of_a_group_sum_to_zero(rewards: list[float]) -> None:
     for estimate in (grpo_advantages, dr_grpo_advantages, rloo_advantages):

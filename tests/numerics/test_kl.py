@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xrl_lite.algorithms import KLControllerConfig
@@ -68,6 +68,7 @@ def test_skyrl_1635_nan_of_the_kl_under_the_mask() -> None:
     assert kl == pytest.approx(0.2)
 
 
+@settings(max_examples=25)
 @given(st.floats(0, 2), st.integers(1, 500))
 def test_an_adaptive_weight_follows_the_kl(kl: float, num_rows: int) -> None:
     controller = get_kl_controller(KLControllerConfig(type="adaptive", kl_coef=0.2, target_kl=0.5, horizon=1000))
@@ -87,6 +88,7 @@ def test_a_fixed_weight_stays() -> None:
 # --- critic
 
 
+@settings(max_examples=25)
 @given(st.integers(0, 10_000))
 def test_value_loss_is_what_a_loop_computes(seed: int) -> None:
     rng = random.Random(seed)

@@ -32,7 +32,7 @@ def width(batch: MicroBatch) -> int:
     return max(sum(group.num_tokens for group in row) for row in batch)
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 200))
 def test_a_plan_holds_every_group_once_within_the_limit_and_equally_often(
     lengths: list[int], num_ranks: int, max_tokens: int
@@ -49,7 +49,7 @@ def test_a_plan_holds_every_group_once_within_the_limit_and_equally_often(
         assert len(batch) * width(batch) <= max_tokens or len(batch) == 1
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(LENGTHS, st.integers(2, 5))
 def test_ranks_differ_by_no_more_than_one_group(lengths: list[int], num_ranks: int) -> None:
     plan = plan_micro_batches(make_groups(lengths), max_tokens=10_000, num_ranks=num_ranks)
@@ -65,7 +65,7 @@ def test_ragged_rows_leave_next_to_no_padding(num_groups: int) -> None:
     assert sum(lengths) / sum(len(batch) * width(batch) for batch in share) > 0.9
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(LENGTHS, st.integers(60, 300))
 def test_a_batch_says_where_each_trained_token_is_predicted(lengths: list[int], max_tokens: int) -> None:
     rng = random.Random(len(lengths))
@@ -124,6 +124,7 @@ def test_a_rank_with_nothing_to_do_takes_part_with_one_token_of_padding() -> Non
     assert (batch.input_ids.tolist(), len(batch.targets), batch.trajectories) == ([[0]], 0, [])
 
 
+@settings(max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=5))
 def test_padding_comes_off_again(rows: list[list[int]]) -> None:
     assert unpad_rows(pad_rows(rows), list(map(len, rows))) == rows

@@ -211,7 +211,7 @@ def test_every_loss_has_a_loop() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SLOW))
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 100_000))
 def test_loss_is_what_a_loop_computes(name: str, seed: int) -> None:
     case = make_case(seed)
@@ -227,7 +227,7 @@ def test_loss_is_what_a_loop_computes(name: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 100_000))
 def test_aggregation_is_what_a_loop_computes(mode: str, seed: int) -> None:
     case = make_case(seed)
@@ -236,7 +236,7 @@ def test_aggregation_is_what_a_loop_computes(mode: str, seed: int) -> None:
     assert loss.item() == pytest.approx(slow_aggregate(losses, case, mode, scale=7.0))
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 100_000))
 def test_clip_cov_takes_out_a_share_of_the_candidates(seed: int) -> None:
     case = make_case(seed, weighted=False)
@@ -302,7 +302,7 @@ def test_nan_under_the_mask_reaches_neither_loss_nor_gradient(name: str) -> None
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("mode", MODES)
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(st.integers(0, 100_000))
 def test_splitting_changes_neither_loss_nor_gradient(name: str, mode: str, seed: int) -> None:
     """Rows in micro-batches of two ranks, in another order: the sum of the shares over the ranks is the whole."""

@@ -55,7 +55,7 @@ def slow_ratio(case: Case, level: str, i: int, t: int) -> float:
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("threshold", [1.3, "0.7_1.4"])
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000))
 def test_weights_are_what_a_loop_computes(level: str, threshold: float | str, seed: int) -> None:
     case = Case(seed)
@@ -100,7 +100,7 @@ DIVERGENCES: dict[str, Callable[[float], float]] = {
 
 
 @pytest.mark.parametrize("option", REJECTIONS)
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000))
 def test_rejection_is_what_a_loop_computes(option: str, seed: int) -> None:
     case = Case(seed)
@@ -122,7 +122,7 @@ def test_rejection_is_what_a_loop_computes(option: str, seed: int) -> None:
     assert result.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(lost)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(st.integers(0, 100_000))
 def test_mismatch_is_what_a_loop_computes(seed: int) -> None:
     case = Case(seed)
@@ -148,7 +148,7 @@ def test_mismatch_is_what_a_loop_computes(seed: int) -> None:
 
 
 @given(st.integers(0, 100_000))
-@settings(max_examples=20)
+@settings(max_examples=5)
 def test_without_a_mismatch_nothing_is_changed(seed: int) -> None:
     case = Case(seed)
     case.rollout = case.old
