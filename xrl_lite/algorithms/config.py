@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from xrl_lite.algorithms.correction_config import RolloutCorrectionConfig, preset_or_mapping
+from xrl_lite.algorithms.distillation import DISTILLATION_LOSSES
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS, advantage_estimator
 from xrl_lite.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from xrl_lite.settings import Settings
@@ -173,6 +174,11 @@ class DistillationConfig(Settings):
 
     use_policy_gradient: bool = False
     """Add ``coef * (log p_teacher - log p_old)`` of each token to its advantage instead of a term to the loss."""
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
+        DISTILLATION_LOSSES.check(self.loss_mode)
+        return self
 
 
 def _name_or_mapping(key: str) -> BeforeValidator:

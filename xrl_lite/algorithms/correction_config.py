@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from xrl_lite.errors import ConfigError, did_you_mean
 from xrl_lite.settings import Settings
@@ -32,11 +32,7 @@ class Rejection:
     """k1: largest ratio that is kept; k2 and k3: largest divergence."""
 
 
-def _pair_as_text(value: Any) -> Any:
-    return "_".join(map(str, cast("list[object]", value))) if isinstance(value, list | tuple) else value
-
-
-Threshold = Annotated[float | str, BeforeValidator(_pair_as_text)]
+Threshold = float | str
 
 
 class RolloutCorrectionConfig(Settings):
@@ -112,12 +108,17 @@ class RolloutCorrectionConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_bools(cls, data: Any) -> Any:
-        if isinstance(data, Mapping):
-            for name in ("rollout_is_threshold", "rollout_rs_threshold"):
-                if isinstance(cast("Mapping[str, Any]", data).get(name), bool):
-                    raise ValueError(f"{name} must be a number or 'lower_upper', got a bool.")
-        return data
+    def _read_thresholds(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = dict(cast("Mapping[str, Any]", data))
+        for name in ("rollout_is_threshold", "rollout_rs_threshold"):
+            value = given.get(name)
+            if isinstance(value, bool):
+                raise ValueError(f"{name} must be a number or 'lower_upper', got a bool.")
+            if isinstance(value, list | tuple):
+                given[name] = "_".join(map(str, cast("list[object]", value)))
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:

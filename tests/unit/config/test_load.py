@@ -103,6 +103,7 @@ def test_unknown_component_names_the_closest(tmp_path: Path, override: str, want
         ),
         (["algorithm.loss_agg_mode=token_mean"], "'token-mean'"),
         (["algorithm.kl_loss_type=full"], "'low_var_kl'"),
+        (["algorithm.distillation={teacher: t, loss_mode: k4}"], "Unknown distillation loss 'k4'"),
         (["algorithm.advantage=gae"], "needs values, which nothing in these settings produces. A critic is needed"),
         (["algorithm.advantage=passk"], "algorithm.passk_k (4) must be below"),
         (["engine={max_tokens_per_micro_batch: 6, max_tokens_per_row: 4}"], "may have 7 tokens together, more than"),

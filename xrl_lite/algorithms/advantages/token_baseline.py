@@ -73,7 +73,7 @@ def tir_optimal_token_baseline(
     def compact(values: Tensor) -> Tensor:
         return values.gather(1, order)
 
-    # a reward on an untrained position still counts for the row
+    # the NaN of a missing reward may stand on an untrained position
     row_rewards = token_level_rewards.double().sum(dim=1, keepdim=True)
     under_mask = select(token_level_rewards.double(), response_mask)
     lost = torch.where(row_rewards.isnan(), row_rewards, torch.zeros_like(row_rewards))
