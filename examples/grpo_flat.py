@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from xrl_lite.algorithms.advantages import grpo_advantages
-from xrl_lite.algorithms.losses import policy_loss, token_weights
+from xrl_lite.algorithms import PolicyLossConfig
+from xrl_lite.algorithms.advantages.outcome import grpo_advantages
+from xrl_lite.algorithms.losses.ratio import vanilla
 from xrl_lite.algorithms.packing import collate, pack_groups
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.data.tasks import iterate_rows, make_rows
@@ -211,22 +212,21 @@ def update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, samples: li
     used = [(sample, float(value)) for sample, value in zip(samples, advantages, strict=True) if value != 0]
     if not used:
         return
-    weights = token_weights([[1] * len(sample.response_ids) for sample, _ in used], "token_mean")
     # the members of a group stand in one row behind one copy of their prompt, and a mask keeps them apart
-    batch = collate(
-        pack_groups([s.prompt_ids for s, _ in used], [s.response_ids for s, _ in used], max_tokens_per_row=4096)
-    )
+    groups = pack_groups([s.prompt_ids for s, _ in used], [s.response_ids for s, _ in used], max_tokens_per_row=4096)
+    batch = collate([[group] for group in groups])
     places = {"position_ids": batch.position_ids, "attention_mask": batch.attention_mask}
     hidden = model.base_model(input_ids=batch.input_ids, **places, use_cache=False).last_hidden_state
     logits = model.get_output_embeddings()(hidden.flatten(0, 1)[batch.predicted_at])
     logprobs = logits.log_softmax(dim=-1).gather(1, batch.targets.unsqueeze(1)).squeeze(1)
-    loss, _ = policy_loss(
-        logprobs,
-        torch.tensor([logprob for sample, _ in used for logprob in sample.logprobs]),
-        torch.tensor([value for sample, value in used for _ in sample.response_ids]),
-        torch.tensor([weight for row in weights for weight in row]),
-        clip_low=0.2,
-        clip_high=0.28,
+    values = [value for sample, value in used for _ in sample.response_ids]
+    loss, _ = vanilla(
+        torch.tensor([[logprob for sample, _ in used for logprob in sample.logprobs]]),
+        logprobs.unsqueeze(0),
+        torch.tensor([values]),
+        torch.ones(1, len(values)),
+        loss_agg_mode="token-mean",
+        config=PolicyLossConfig(clip_ratio_low=0.2, clip_ratio_high=0.28),
     )
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

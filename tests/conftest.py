@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# how long an example takes says how busy the machine is, not whether the code is right
+settings.register_profile("house", deadline=None)
+settings.load_profile("house")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: waiting threads sleep
 

@@ -30,10 +30,10 @@ class Registry(Generic[T]):
 
     Args:
         seam: What the components are, for messages ("judger").
-        builtins: Built-in names and the import paths they stand for.
+        builtins: Built-in names, and the import paths or components they stand for.
     """
 
-    def __init__(self, seam: str, builtins: Mapping[str, str]) -> None:
+    def __init__(self, seam: str, builtins: Mapping[str, str | T]) -> None:
         self._seam = seam
         self._table: dict[str, str | T] = dict(builtins)
 
@@ -46,7 +46,7 @@ class Registry(Generic[T]):
 
         def decorate(component: T) -> T:
             known = self._table.get(name)
-            if known is not None and known is not component:
+            if known is not None and known != component:
                 raise PluginError(f"The {self._seam} name {name!r} is taken by {known!r}. Choose another name.")
             self._table[name] = component
             return component

@@ -118,7 +118,12 @@ async def build_trainer(
 ) -> RLTrainer:
     """Start the actors and connect the parts, as in the drawing above."""
     engine = TrainingController(
-        system, config=config.engine, model_path=model_path, num_updates=config.num_updates, seed=config.seed
+        system,
+        config=config.engine,
+        algorithm=config.resolved_algorithm,
+        model_path=model_path,
+        num_updates=config.num_updates,
+        seed=config.seed,
     )
     tokenizer = load_tokenizer(config, model_path)
     rollout = RolloutController(
@@ -144,7 +149,12 @@ async def build_trainer(
         reporter=reporter,
     )
     settings = TrainerSettings(
-        trainer=config.trainer, evaluation=config.evaluation, checkpoint=config.checkpoint, report=config.report
+        trainer=config.trainer,
+        evaluation=config.evaluation,
+        checkpoint=config.checkpoint,
+        report=config.report,
+        algorithm=config.resolved_algorithm,
+        max_tokens=config.engine.max_tokens_per_micro_batch,
     )
     return TRAINERS[config.trainer.mode](parts, settings, stop)
 

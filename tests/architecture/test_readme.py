@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import yaml
 
+from xrl_lite.algorithms import AlgorithmConfig
+from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
+from xrl_lite.algorithms.policy_losses import POLICY_LOSSES
 from xrl_lite.config import load_config
 from xrl_lite.judger import JudgerConfig
 
@@ -32,9 +36,22 @@ def test_shown_overrides_are_understood(line: tuple[str, str]) -> None:
 
 
 def test_the_shown_judger_is_one(tmp_path: Path) -> None:
-    (block,) = blocks("yaml")
+    (block,) = (block for block in blocks("yaml") if "judger_config" in block)
     rewards = tmp_path / "my_rewards.py"
     rewards.write_text("def score(response, label, extra_info):\n    return {'score': 1.0}\n")
     settings = yaml.safe_load(block)["judger_config"]
     settings["reward_handler"] = settings["reward_handler"].replace("my_rewards.py", str(rewards))
     assert JudgerConfig.model_validate(settings).request_timeout == 30
+
+
+def test_the_shown_algorithm_is_one() -> None:
+    (block,) = (block for block in blocks("yaml") if "algorithm" in block)
+    config = AlgorithmConfig.model_validate(yaml.safe_load(block)["algorithm"])
+    assert (config.advantage, config.aggregation) == ("rloo", "seq-mean-token-mean")
+
+
+@pytest.mark.parametrize(("setting", "known"), [("advantage", ADVANTAGE_ESTIMATORS), ("policy_loss", POLICY_LOSSES)])
+def test_the_table_of_algorithms_is_complete(setting: str, known: Iterable[str]) -> None:
+    (row,) = re.findall(rf"^\| `{setting}` \| (.*) \|$", README, re.MULTILINE)
+    shown = {part.split()[0] for part in row.split(", ")}
+    assert shown == {name for name in known if not name.endswith("_vectorized") and not name.startswith("test_")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import torch
 
 from xrl_lite.actors import ActorSystem
 from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
-from xrl_lite.data import RolloutState, Row, SampleParams, Sampler
+from xrl_lite.algorithms import AlgorithmConfig
+from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
 from xrl_lite.replay_buffer import PromptGroup, ReplayBuffer
@@ -48,10 +51,15 @@ class Engine:
     def __init__(self, **metrics: float) -> None:
         self.metrics = metrics
         self.batches: list[TrainBatch] = []
+        self.measured: list[list[str]] = []
         self.loaded: Path | None = None
 
     async def export_weights(self) -> dict[str, torch.Tensor]:
         return {"w": torch.full((2,), float(len(self.batches)))}
+
+    async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
+        self.measured.append(names)
+        return dict.fromkeys(names, batch.rollout_logprobs)
 
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         self.batches.append(batch)
@@ -68,10 +76,16 @@ class Engine:
 class Judger:
     """Scores 1.0 for "A"."""
 
-    def __init__(self, *, blind: bool = False) -> None:
+    def __init__(self, *, blind: bool = False, broken_after: int | None = None) -> None:
         self.blind = blind
+        self.left = broken_after
 
     async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                rollout_state.status = Status.FAILED
+                return rollout_state
         rollout_state.reward = {"score": 0.5 if self.blind else float(rollout_state.response == "A")}
         return rollout_state
 
@@ -122,9 +136,10 @@ async def system() -> AsyncIterator[ActorSystem]:
         yield running
 
 
-def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Recorded:
+def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
     engine = options.pop("engine", None) or Engine()
     judger = options.pop("judger", None) or Judger()
+    cls = options.pop("cls", Recorded)
     config = RolloutConfig(engine="fake", engine_options={"responses": [[65], [66]]}, num_threads=1)
     rollout = RolloutController(
         system, config=config, model_path="none", decode=lambda ids, _: "".join(map(chr, ids)), seed=0
@@ -158,9 +173,10 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Reco
         evaluation=EvaluationConfig(**{"every_steps": 2, **options.pop("evaluation", {})}),
         checkpoint=CheckpointConfig(**{"every_steps": 2, **options.pop("checkpoint", {})}),
         report=ReportConfig(completions_every=2),
+        algorithm=AlgorithmConfig(**options.pop("algorithm", {})),
     )
     assert not options
-    return Recorded(parts, settings, StopRequest())
+    return cls(parts, settings, StopRequest())
 
 
 @pytest.fixture
@@ -239,6 +255,84 @@ async def test_no_signal_for_long_stops_with_a_checkpoint(system: ActorSystem, f
         await trainer.fit()
     assert (folder.checkpoints / "step_000003").is_dir()
     assert trainer.called[-1] == "on_train_end"
+
+
+class Masking(Recorded):
+    """Leaves nothing to train on in some steps."""
+
+    masked_steps: tuple[int, ...] = ()
+
+    def _prepare_train_data(self, groups: list[list[RolloutState]]) -> tuple[TrainBatch, dict[str, float]]:
+        batch, metrics = super()._prepare_train_data(groups)
+        if self.global_step in self.masked_steps:
+            batch = replace(batch, response_masks=[[0] * len(row) for row in batch.responses])
+        return batch, metrics
+
+
+async def test_a_step_with_nothing_to_train_on_is_skipped_and_said(
+    system: ActorSystem, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = Engine()
+    trainer = make_trainer(system, folder, engine=engine, cls=Masking)
+    trainer.masked_steps = (2,)
+    await trainer.fit()
+    assert "step 2 is skipped: none of its 16 scored attempts has a token to train on" in capsys.readouterr().out
+    assert steps_of(folder, "skipped_step") == [2]
+    assert [batch.num_trained_tokens > 0 for batch in engine.batches] == [True, False, True, True]
+
+
+async def test_steps_in_a_row_with_nothing_to_train_on_stop_with_a_checkpoint(
+    system: ActorSystem, folder: RunFolder
+) -> None:
+    limits = {"num_steps": 50, "max_empty_steps": 2}
+    trainer = make_trainer(system, folder, trainer=limits, checkpoint={"every_steps": 0}, cls=Masking)
+    trainer.masked_steps = (2, 4, 5)
+    with pytest.raises(RunError, match="no token to train on for 2 steps in a row"):
+        await trainer.fit()
+    assert (folder.checkpoints / "step_000005").is_dir()
+
+
+async def test_greedy_responses_are_the_baselines_of_remax(system: ActorSystem, folder: RunFolder) -> None:
+    engine = Engine()
+    # evaluation at the start takes 4 judgements, the 16 attempts of a step come before its 2 greedy ones
+    judger = Judger(broken_after=4 + 16 + 1)
+    trainer = make_trainer(
+        system, folder, engine=engine, judger=judger, trainer={"num_steps": 1}, algorithm={"advantage": "remax"}
+    )
+    await trainer.fit()
+    (batch,) = engine.batches
+    assert batch.reward_baselines is not None
+    assert batch.rewards is not None
+    assert batch.reward_baselines[:8] == [batch.reward_baselines[0]] * 8
+    known = [not math.isnan(value) for value in batch.reward_baselines]
+    assert known.count(True) == 8
+    for row, reward, baseline in zip(batch.advantages, batch.rewards, batch.reward_baselines, strict=True):
+        assert row == ([0.0] if math.isnan(baseline) else [reward - baseline])
+
+
+async def test_what_an_algorithm_needs_is_measured_once_and_its_state_is_saved(
+    system: ActorSystem, folder: RunFolder
+) -> None:
+    algorithm = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 100}}
+    engine = Engine()
+    summary = await make_trainer(system, folder, engine=engine, algorithm=algorithm).fit()
+    assert engine.measured == [["old_logprobs", "ref_logprobs"]] * 4
+    assert summary.checkpoint is not None
+    coefficient = read_state(summary.checkpoint)["algorithm"]["kl_coef"]
+    assert coefficient == pytest.approx(0.1 * (1 - 0.2 * 16 / 100) ** 4)
+    await system.get("rollout/0").stop()
+    again = make_trainer(system, folder, algorithm=algorithm, trainer={"num_steps": 5})
+    await again.fit(summary.checkpoint)
+    assert [r["reward_kl_penalty_coeff"] for r in folder.metrics() if r["step"] == 5 and "loss" in r] == [coefficient]
+
+
+async def test_a_gap_that_is_wide_is_warned_of_once(
+    system: ActorSystem, folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    await make_trainer(system, folder, engine=Engine(**{"logprob_gap/mean": 0.2})).fit()
+    warnings = [record.getMessage() for record in caplog.records if "warn_logprob_gap" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "by 0.2000 nats on average, more than warn_logprob_gap=0.05" in warnings[0]
 
 
 @pytest.mark.parametrize("gap", [2.0, float("nan")])

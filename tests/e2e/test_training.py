@@ -13,6 +13,15 @@ from xrl_lite import run
 from xrl_lite.errors import JudgerError
 from xrl_lite.trainer.checkpoint import is_complete
 
+USERS_LOSS = """
+from xrl_lite.algorithms.aggregation import agg_loss
+
+def half(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None,
+         rollout_is_weights=None):
+    losses = -0.5 * advantages * (log_prob - old_log_prob).exp()
+    return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {"my_share": 0.5}
+"""
+
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 
@@ -125,3 +134,43 @@ async def test_gsm8k_rows_are_trained_on(tmp_path: Path, tiny_model_folder: Path
     )
     assert [record["step"] for record in records] == [1, 2]
     assert all(record["judger/openai/gsm8k/ok"] == 16 for record in records)
+
+
+async def test_a_run_with_everything_an_algorithm_can_ask_of_the_engine(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    algorithm = {
+        "advantage": "optimal_token_baseline",
+        "policy_loss": {"loss_mode": "gspo", "clip_ratio_low": 0.1, "clip_ratio_high": 0.2},
+        "use_kl_in_reward": True,
+        "use_kl_loss": True,
+        "kl_loss_type": "k3+",
+        "entropy_coeff": 0.01,
+        "rollout_correction": "decoupled_geo_rs_token_tis",
+        "distillation": {"teacher": str(tiny_model_folder), "top_k": 4},
+    }
+    changes = {"algorithm": algorithm, "trainer.num_steps": 2, "evaluation": {}, "engine.num_mini_batches": 2}
+    records = await train(tmp_path, tiny_model_folder, **changes)
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert record["num_updates"] == 2.0
+        assert abs(record["rollout_corr/kl"]) < 1e-4
+        assert record["advantages/max"] > 0 > record["advantages/min"]
+        assert record["logprob_gap/correlation"] > 0.999
+    assert records[0]["reward_kl_penalty"] == pytest.approx(0.0, abs=1e-5)
+    assert records[1]["distillation"] > 0
+
+
+async def test_a_run_of_single_attempts_with_a_users_loss(tmp_path: Path, tiny_model_folder: Path) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(USERS_LOSS, encoding="utf-8")
+    changes = {
+        "algorithm": {"advantage": "remax", "policy_loss": f"{code}:half"},
+        "task.sampler_config": {"data": {"task": "addition", "num_rows": 64}, "prompt_repeat_k": 1},
+        "trainer.num_steps": 2,
+        "trainer.groups_per_step": 8,
+        "evaluation": {},
+    }
+    records = await train(tmp_path, tiny_model_folder, **changes)
+    assert [record["my_share"] for record in records] == [0.5, 0.5]
+    assert all(record["judger/by_length/ok"] == 16 for record in records)  # an attempt and a greedy one for each prompt

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import math
 import random
+import statistics
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.digest import weights_digest
-from xrl_lite.algorithms.packing import collate, micro_batches, pack_groups
+from xrl_lite.algorithms.packing import PackedBatch, collate, pack_groups
+from xrl_lite.algorithms.planning import plan_micro_batches
 from xrl_lite.data import SampleParams
+from xrl_lite.engine.base import EngineRegistry, OutputRequest
 from xrl_lite.engine.batch import TrainBatch
-from xrl_lite.engine.config import EngineConfig, OptimizerConfig, PolicyLossConfig
-from xrl_lite.engine.language_model import LanguageModelEngine, token_logprobs
+from xrl_lite.engine.config import EngineConfig, OptimizerConfig
+from xrl_lite.engine.language_model import LanguageModelEngine, token_logprobs, token_outputs
 from xrl_lite.engine.worker import EngineWorker
 from xrl_lite.errors import RolloutError, WeightSyncError
 from xrl_lite.rollout.config import RolloutConfig
@@ -46,9 +54,22 @@ def make_batch(seed: int = 0, attempts: int = 4) -> TrainBatch:
         responses=responses,
         response_masks=[[1] * len(response) for response in responses],
         rollout_logprobs=[[-1.0] * len(response) for response in responses],
-        advantages=[rng.uniform(-1, 1) for _ in responses],
+        advantages=[[rng.uniform(-1, 1)] * len(response) for response in responses],
         groups=[i // attempts for i in range(len(responses))],
+        sessions=list(range(len(responses))),
     )
+
+
+def pack(batch: TrainBatch, *, row: int = 64, limit: int = 1000) -> list[PackedBatch]:
+    groups = pack_groups(batch.prompts, batch.responses, masks=batch.response_masks, max_tokens_per_row=row)
+    return [collate(rows) for rows in plan_micro_batches(groups, max_tokens=limit)[0]]
+
+
+def without_signal(batch: TrainBatch, groups: tuple[int, ...] = (0, 1, 2)) -> TrainBatch:
+    kept = [
+        [0.0] * len(row) if group in groups else row for row, group in zip(batch.advantages, batch.groups, strict=True)
+    ]
+    return replace(batch, advantages=kept)
 
 
 def plain_logprobs(model: Any, prompt: list[int], response: list[int]) -> list[float]:
@@ -60,19 +81,18 @@ def plain_logprobs(model: Any, prompt: list[int], response: list[int]) -> list[f
 def test_packed_attempts_have_the_logprobs_of_rows_of_their_own(tiny_model_folder: Path) -> None:
     engine, batch = make_engine(tiny_model_folder), make_batch()
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
-    rows = pack_groups(batch.prompts, batch.responses, max_tokens_per_row=64)
-    assert len(rows) == len(PROMPTS)
-    packed = list(micro_batches(rows, max_tokens=1000))
-    for part, logprobs in zip(packed, engine.infer_batch(packed), strict=True):
+    assert len(pack_groups(batch.prompts, batch.responses, max_tokens_per_row=64)) == len(PROMPTS)
+    packed = pack(batch)
+    for part, outputs in zip(packed, engine.infer_batch(packed), strict=True):
         wanted = [x for i in part.trajectories for x in plain_logprobs(model, batch.prompts[i], batch.responses[i])]
-        assert logprobs.tolist() == pytest.approx(wanted, abs=1e-5)
+        assert outputs.logprobs.tolist() == pytest.approx(wanted, abs=1e-5)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 1000), st.integers(4, 40), st.integers(8, 200))
 def test_packing_keeps_every_response_token_once_in_order(seed: int, row_limit: int, batch_limit: int) -> None:
     batch = make_batch(seed)
-    rows = pack_groups(batch.prompts, batch.responses, max_tokens_per_row=row_limit)
-    packed = list(micro_batches(rows, max_tokens=batch_limit))
+    packed = pack(batch, row=row_limit, limit=batch_limit)
     seen = [index for part in packed for index in part.trajectories]
     assert sorted(seen) == list(range(len(batch)))
     for part in packed:
@@ -82,7 +102,8 @@ def test_packing_keeps_every_response_token_once_in_order(seed: int, row_limit: 
 
 
 def test_attempts_in_a_row_do_not_see_each_other() -> None:
-    mask = collate(pack_groups([[1, 2], [1, 2]], [[3, 4], [5]], max_tokens_per_row=9)).attention_mask[0, 0]
+    groups = pack_groups([[1, 2], [1, 2]], [[3, 4], [5]], max_tokens_per_row=9)
+    mask = collate([groups]).attention_mask[0, 0]
     # positions: p0 p1 a0 a1 b0
     assert mask.int().tolist() == [
         [1, 0, 0, 0, 0],
@@ -116,7 +137,7 @@ def test_trajectories_without_signal_cost_nothing_and_change_nothing(tiny_model_
     worker = EngineWorker(config=EngineConfig(), model_path=str(tiny_model_folder), num_updates=1, seed=0)
     before = weights_digest(worker.export_weights())
     batch = make_batch()
-    flat = TrainBatch(**{**vars(batch), "advantages": [0.0] * len(batch)})
+    flat = without_signal(batch)
     assert worker.train_batch(flat)["num_updates"] == 0.0
     assert weights_digest(worker.export_weights()) == before
 
@@ -127,10 +148,9 @@ def test_a_group_without_signal_counts_in_the_mean_over_tokens(tiny_model_folder
         return worker.train_batch(batch)["grad_norm"]
 
     batch = make_batch()
-    flat = [0.0 if group else advantage for group, advantage in zip(batch.groups, batch.advantages, strict=True)]
     live = batch.select([i for i, group in enumerate(batch.groups) if group == 0])
     share = sum(map(len, live.responses)) / sum(map(len, batch.responses))
-    mixed = TrainBatch(**{**vars(batch), "advantages": flat})
+    mixed = without_signal(batch, (1, 2))
     assert grad_norm(mixed) == pytest.approx(grad_norm(live) * share, rel=1e-4)
 
 
@@ -138,7 +158,7 @@ def test_the_schedule_goes_on_in_steps_without_signal(tiny_model_folder: Path) -
     config = EngineConfig(optimizer=OptimizerConfig(learning_rate=1.0, schedule="linear"), num_mini_batches=2)
     worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=8, seed=0)
     batch = make_batch()
-    flat = TrainBatch(**{**vars(batch), "advantages": [0.0] * len(batch)})
+    flat = without_signal(batch)
     rates = [worker.train_batch(flat)["learning_rate"] for _ in range(4)]
     assert rates == pytest.approx([0.9375, 0.6875, 0.4375, 0.1875])
 
@@ -152,8 +172,9 @@ def test_several_updates_per_step_use_the_logprobs_from_before(tiny_model_folder
 
 
 def test_kl_to_the_initial_policy_is_zero_at_the_start(tiny_model_folder: Path) -> None:
-    config = EngineConfig(loss=PolicyLossConfig(kl_coef=0.1), optimizer=OptimizerConfig(learning_rate=1e-2))
-    worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=2, seed=0)
+    config = EngineConfig(optimizer=OptimizerConfig(learning_rate=1e-2))
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.1)
+    worker = EngineWorker(config=config, algorithm=algorithm, model_path=str(tiny_model_folder), num_updates=2, seed=0)
     assert worker.train_batch(make_batch())["kl_to_initial"] == pytest.approx(0.0, abs=1e-9)
     assert worker.train_batch(make_batch())["kl_to_initial"] > 0
 
@@ -297,3 +318,313 @@ async def test_weights_that_do_not_fit_are_refused_by_name(replica: TorchReplica
     del weights[name]
     with pytest.raises(WeightSyncError, match=f"{name}.*was not sent"):
         await replica.update_weights(1, weights)
+
+
+# --- the whole update, whatever it is split into
+
+
+@EngineRegistry.register("language_model", "test_rank", "cpu")
+class Rank(LanguageModelEngine):
+    """One of two ranks that do not know of each other: gradients stay where they are, nothing is clipped."""
+
+    rank, size = 0, 1
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_data_parallel_size(self) -> int:
+        return self.size
+
+    def optimizer_step(self) -> float:
+        self.gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self._model.parameters()]
+        return 1.0
+
+
+def gradient_of(
+    folder: Path, algorithm: AlgorithmConfig, batch: TrainBatch, *, ranks: int = 1, row: int = 4096, limit: int = 16384
+) -> tuple[list[torch.Tensor], float]:
+    """Mean of the ranks' gradients, and the mean of their losses."""
+    totals: list[torch.Tensor] = []
+    loss = 0.0
+    for rank in range(ranks):
+        config = EngineConfig(backend="test_rank", max_tokens_per_row=row, max_tokens_per_micro_batch=limit)
+        worker = EngineWorker(config=config, algorithm=algorithm, model_path=str(folder), num_updates=1, seed=0)
+        engine: Any = worker._engine
+        engine.rank, engine.size = rank, ranks
+        loss += worker.train_batch(batch)["loss"]
+        totals = [a + b for a, b in zip(totals, engine.gradients, strict=True)] if totals else engine.gradients
+    return [gradient / ranks for gradient in totals], loss
+
+
+def make_uneven_batch() -> TrainBatch:
+    """Masked tool tokens, sessions of two trajectories, advantages per token, a policy that has moved on."""
+    rng = random.Random(4)
+    batch = make_batch(4)
+    masks = [[rng.choice([1, 1, 0]) for _ in response] for response in batch.responses]
+    masks[2] = [0] * len(masks[2])
+    return replace(
+        batch,
+        response_masks=masks,
+        sessions=[index // 2 for index in range(len(batch))],
+        advantages=[[rng.uniform(-1, 1) * bit for bit in mask] for mask in masks],
+        old_logprobs=[[-4.1 + rng.uniform(-0.3, 0.3)] * len(mask) for mask in masks],
+        rollout_is_weights=[[rng.uniform(0.5, 1.5)] * len(mask) for mask in masks],
+        ref_logprobs=[[-4.0] * len(mask) for mask in masks],
+    )
+
+
+OBJECTIVES = {
+    "vanilla": {},
+    "everything beside it": {"use_kl_loss": True, "kl_loss_coef": 0.2, "entropy_coeff": 0.1},
+    "rows": {"policy_loss": "gspo"},
+    "sessions": {"loss_agg_mode": "session-mean-token-mean"},
+    "constant length": {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 8.0},
+    "two sides": {"policy_loss": "oreal"},
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_loss_and_gradient_do_not_depend_on_packing_micro_batches_or_ranks(name: str, tiny_model_folder: Path) -> None:
+    algorithm, batch = AlgorithmConfig(**OBJECTIVES[name]), make_uneven_batch()
+    one, loss = gradient_of(tiny_model_folder, algorithm, batch)
+    scale = max(gradient.abs().max().item() for gradient in one)
+    for split in ({"row": 8, "limit": 24}, {"ranks": 3, "row": 16, "limit": 32}):
+        other, its_loss = gradient_of(tiny_model_folder, algorithm, batch, **split)
+        assert its_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+        gap = max((a - b).abs().max().item() for a, b in zip(one, other, strict=True))
+        assert gap <= 1e-6 * max(scale, 1.0), (split, gap, scale)
+
+
+class Meeting:
+    """Where the threads of a test meet, as ranks do in a collective."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=20)
+
+    def exchange(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+
+@EngineRegistry.register("language_model", "test_together", "cpu")
+class Together(LanguageModelEngine):
+    """A rank that knows the others: gradients are averaged over them, as FSDP does."""
+
+    rank, size = 0, 1
+    meeting: Meeting
+
+    def get_data_parallel_rank(self) -> int:
+        return self.rank
+
+    def get_data_parallel_size(self) -> int:
+        return self.size
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return self.meeting.exchange(self.rank, value)
+
+    def forward_backward_batch(self, *arguments: Any, **options: Any) -> Any:
+        self.meeting.exchange(self.rank, None)  # every forward pass is one of all ranks
+        return super().forward_backward_batch(*arguments, **options)
+
+    def optimizer_step(self) -> float:
+        for parameter in self._model.parameters():
+            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = torch.stack(self.all_gather(own)).mean(dim=0)
+        return super().optimizer_step()
+
+
+def train_together(folder: Path, algorithm: AlgorithmConfig, batch: TrainBatch, size: int) -> list[Any]:
+    """Metrics and weights of each rank after a step of two updates."""
+    meeting = Meeting(size)
+    optimizer = OptimizerConfig(learning_rate=1e-3)
+    config = EngineConfig(
+        backend="test_together",
+        num_mini_batches=2,
+        max_tokens_per_micro_batch=64,
+        max_tokens_per_row=64,
+        optimizer=optimizer,
+    )
+    workers: list[EngineWorker] = []
+    for rank in range(size):
+        worker = EngineWorker(config=config, algorithm=algorithm, model_path=str(folder), num_updates=9, seed=rank)
+        engine: Any = worker._engine
+        engine.rank, engine.size, engine.meeting = rank, size, meeting
+        workers.append(worker)
+    with ThreadPoolExecutor(size) as threads:
+        metrics = list(threads.map(lambda worker: worker.train_batch(batch), workers))
+    return [(found, worker.export_weights()) for found, worker in zip(metrics, workers, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {},
+        {"use_kl_loss": True, "kl_loss_coef": 0.5, "entropy_coeff": 0.1, "policy_loss": "gspo"},
+        {"policy_loss": {"loss_mode": "kl_cov", "kl_cov_ratio": 0.2}},
+        {"rollout_correction": {"preset": "bypass_pg_is", "rollout_rs": "token_k1", "rollout_rs_threshold": 3.0}},
+    ],
+)
+def test_ranks_do_together_what_one_does_alone(algorithm: dict[str, Any], tiny_model_folder: Path) -> None:
+    batch = replace(make_uneven_batch(), ref_logprobs=None)
+    # a group that is much longer than the others, so that one rank has fewer micro-batches
+    batch = batch.select([i for i in range(len(batch)) if batch.groups[i] != 1 or i % 4 == 0])
+    settings = AlgorithmConfig(**algorithm)
+    ((alone, weights),) = train_together(tiny_model_folder, settings, batch, 1)
+    ranks = train_together(tiny_model_folder, settings, batch, 3)
+    for found, its_weights in ranks:
+        assert found == ranks[0][0]
+        assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)
+        for name, tensor in weights.items():
+            assert torch.equal(its_weights[name], ranks[0][1][name])
+            # Adam's first updates are the signs of the gradient: only where that is about 0 may rounding show
+            assert (its_weights[name] - tensor).abs().median() < 1e-6, name
+
+
+def test_untrained_tokens_are_not_computed_and_nan_in_them_does_not_matter(tiny_model_folder: Path) -> None:
+    batch = make_uneven_batch()
+    assert sum(len(part.targets) for part in pack(batch)) == batch.num_trained_tokens
+    poisoned = replace(
+        batch,
+        old_logprobs=[
+            [x if bit else math.nan for x, bit in zip(row, mask, strict=True)]
+            for row, mask in zip(batch.old_logprobs or [], batch.response_masks, strict=True)
+        ],
+    )
+    clean, dirty = (gradient_of(tiny_model_folder, AlgorithmConfig(), each) for each in (batch, poisoned))
+    assert dirty[1] == clean[1]
+    assert all(torch.equal(a, b) for a, b in zip(clean[0], dirty[0], strict=True))
+
+
+def make_worker(folder: Path, *, rate: float = 1e-2, mini_batches: int = 1, **algorithm: Any) -> EngineWorker:
+    config = EngineConfig(num_mini_batches=mini_batches, optimizer=OptimizerConfig(learning_rate=rate))
+    return EngineWorker(
+        config=config, algorithm=AlgorithmConfig(**algorithm), model_path=str(folder), num_updates=9, seed=0
+    )
+
+
+def test_trl_4159_the_trainer_divides_logits_by_the_temperature() -> None:
+    logits, target = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
+    empty = torch.zeros(1, 1, dtype=torch.int64)
+    packed = replace(collate([]), targets=target, predicted_at=torch.tensor([0]), candidates=empty)
+    request = OutputRequest(entropy=True, sum_pi_squared=True, top_k=2)
+    outputs = token_outputs(logits / 0.5, packed, request)
+    assert outputs.logprobs.item() == pytest.approx(-0.143, abs=1e-3)
+    p = (logits / 0.5).softmax(1)[0]
+    assert outputs.entropy is not None
+    assert outputs.entropy.item() == pytest.approx(-(p * p.log()).sum().item())
+    assert outputs.sum_pi_squared is not None
+    assert outputs.sum_pi_squared.item() == pytest.approx(p.square().sum().item())
+    assert outputs.top_ids is not None
+    assert outputs.top_ids.tolist() == [[0, 1]]
+    assert outputs.candidate_logprobs is not None
+    assert outputs.candidate_logprobs.item() == pytest.approx(outputs.logprobs.item())
+
+
+def test_what_is_measured_has_the_temperature_and_zeros_under_the_mask(tiny_model_folder: Path) -> None:
+    worker = make_worker(tiny_model_folder, use_kl_in_reward=True)
+    batch = replace(make_uneven_batch(), temperature=0.5)
+    measured = worker.measure(batch, ["old_logprobs", "ref_logprobs", "sum_pi_squared"])
+    assert measured["old_logprobs"] == measured["ref_logprobs"]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    for index in (0, 5):
+        ids = torch.tensor([batch.prompts[index] + batch.responses[index]])
+        with torch.no_grad():
+            logp = (model(ids).logits[0, len(batch.prompts[index]) - 1 : -1] / 0.5).log_softmax(1)
+        wanted = logp.gather(1, torch.tensor(batch.responses[index]).unsqueeze(1)).squeeze(1)
+        mask = torch.tensor(batch.response_masks[index])
+        assert measured["old_logprobs"][index] == pytest.approx((wanted * mask).tolist(), abs=1e-5)
+        squared = logp.exp().square().sum(1) * mask
+        assert measured["sum_pi_squared"][index] == pytest.approx(squared.tolist(), abs=1e-5)
+    worker.train_batch(batch)
+    again = worker.measure(batch, ["old_logprobs", "ref_logprobs"])
+    assert again["ref_logprobs"] == measured["ref_logprobs"]
+    assert again["old_logprobs"] != measured["old_logprobs"]
+
+
+def test_the_gap_of_a_step_is_that_of_all_its_tokens(tiny_model_folder: Path) -> None:
+    metrics: list[dict[str, float]] = []
+    batch = make_batch()
+    exact = make_worker(tiny_model_folder).measure(batch, ["old_logprobs"])["old_logprobs"]
+    rng = random.Random(0)
+    noisy = [[x + rng.uniform(-0.1, 0.1) for x in row] for row in exact]
+    for mini_batches in (1, 3):
+        worker = make_worker(tiny_model_folder, mini_batches=mini_batches)
+        metrics.append(worker.train_batch(replace(batch, rollout_logprobs=noisy)))
+    flat = [[x for row in rows for x in row] for rows in (exact, noisy)]
+    gaps = [abs(a - b) for a, b in zip(*flat, strict=True)]
+    wanted = {
+        "logprob_gap/mean": statistics.fmean(gaps),
+        "logprob_gap/max": max(gaps),
+        "logprob_gap/std": statistics.pstdev(gaps),
+        "logprob_gap/correlation": statistics.correlation(*flat),
+    }
+    for found in metrics:
+        assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", {"loss_mode": "dro", "dro_beta": 0.1}])
+def test_losses_that_look_at_the_whole_update_train(loss: Any, tiny_model_folder: Path) -> None:
+    runs = [make_worker(tiny_model_folder, mini_batches=2, policy_loss=loss).train_batch(make_batch()) for _ in "ab"]
+    assert runs[0] == runs[1]
+    assert runs[0]["num_trained"] == len(make_batch())
+    if isinstance(loss, str):
+        assert runs[0]["cov_selected"] >= 0
+
+
+def test_a_choice_over_the_update_does_not_depend_on_micro_batches(tiny_model_folder: Path) -> None:
+    algorithm = AlgorithmConfig(policy_loss={"loss_mode": "kl_cov", "kl_cov_ratio": 0.2, "ppo_kl_coef": 1.0})  # type: ignore[arg-type]
+    one, loss = gradient_of(tiny_model_folder, algorithm, make_uneven_batch())
+    other, its_loss = gradient_of(tiny_model_folder, algorithm, make_uneven_batch(), row=8, limit=24)
+    assert its_loss == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    assert max((a - b).abs().max().item() for a, b in zip(one, other, strict=True)) <= 1e-6
+
+
+def test_bypass_takes_the_rollout_as_the_old_policy(tiny_model_folder: Path) -> None:
+    batch = make_batch()
+    exact = make_worker(tiny_model_folder).measure(batch, ["old_logprobs"])["old_logprobs"]
+    shifted = [[x - 0.5 for x in row] for row in exact]
+    shifted[0] = [x - 3.0 for x in shifted[0]]
+    far = replace(batch, rollout_logprobs=shifted)
+    plain = make_worker(tiny_model_folder, rollout_correction="bypass_ppo_clip").train_batch(far)
+    assert plain["logprob_gap/mean"] > 0.5
+    assert plain["kl"] > 0.1
+    correction = {"preset": "bypass_pg_is", "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 2.0}
+    metrics = make_worker(tiny_model_folder, rollout_correction=correction).train_batch(far)
+    assert metrics["num_trained"] == len(batch) - 1
+    assert metrics["rollout_corr/rollout_is_max"] > 1.0
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 / len(batch))
+
+
+@pytest.mark.parametrize("mode", ["forward_kl_topk", "k3+", "k1"])
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(mode: str, tiny_model_folder: Path) -> None:
+    distillation = {"teacher": str(tiny_model_folder), "loss_mode": mode, "use_task_rewards": False, "top_k": 5}
+    worker = make_worker(tiny_model_folder, distillation=distillation)
+    metrics = worker.train_batch(without_signal(make_batch()))
+    assert metrics["num_trained"] == len(make_batch())
+    assert metrics["distillation"] == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_student_comes_closer_to_its_teacher(tiny_model_folder: Path, tmp_path: Path) -> None:
+    teacher = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for parameter in teacher.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+    teacher.save_pretrained(tmp_path / "teacher")
+    for mode in ("forward_kl_topk", "k3"):
+        distillation = {"teacher": str(tmp_path / "teacher"), "loss_mode": mode, "use_task_rewards": False}
+        worker = make_worker(tiny_model_folder, rate=3e-3, distillation=distillation)
+        losses = [worker.train_batch(make_batch())["distillation"] for _ in range(6)]
+        assert losses[-1] < 0.8 * losses[0]
+
+
+def test_entropy_in_the_loss_keeps_the_policy_broad(tiny_model_folder: Path) -> None:
+    after: list[float] = []
+    for coefficient in (0.0, 5.0):
+        worker = make_worker(tiny_model_folder, entropy_coeff=coefficient)
+        after.append([worker.train_batch(make_batch())["entropy"] for _ in range(5)][-1])
+    assert after[1] > after[0]

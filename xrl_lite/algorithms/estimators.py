@@ -1,33 +1,121 @@
-"""The table of advantage estimators. Imports no torch, so a config can be checked against it."""
+"""The table of advantage estimators, and what each needs. Imports no torch, so a config can be checked against it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from xrl_lite.registry import Registry
+from xrl_lite.registry import Registry, load_object
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class AdvantageEstimator(Protocol):
-    """Rewards and group of each trajectory -> advantage of each trajectory."""
+class AdvantageFunction(Protocol):
+    """verl's signature; called with keywords, so a function names what it wants and takes the rest as ``**kwargs``."""
 
-    def __call__(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """Return advantages, (N,) float64.
+    def __call__(
+        self, token_level_rewards: Tensor, response_mask: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return advantages and returns, (N, T) each.
 
         Args:
-            rewards: (N,) float; NaN marks a trajectory without a reward.
-            groups: (N,) int; trajectories with equal numbers are attempts at one prompt.
+            token_level_rewards: (N, T) float64; NaN in a row marks a trajectory without a reward.
+            response_mask: (N, T) bool.
+            args: Not used.
+            kwargs: ``index``, (N,) array of group ids; ``config``, the `AlgorithmConfig`; and what is there of
+                ``old_log_probs``, ``ref_log_prob``, ``rollout_log_probs``, ``rollout_is_weights``, ``sum_pi_squared``,
+                ``values`` (N, T), ``reward_baselines`` (N,), ``reward_parts`` (name -> (N,)).
         """
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageEstimator:
+    """An estimator and what it needs."""
+
+    function: AdvantageFunction | str
+    """The function, or its import path."""
+    requires: frozenset[str] = frozenset()
+    """Arguments beyond rewards, mask, groups and config that it cannot do without."""
+    min_group_size: int = 1
+    """Fewest attempts at a prompt with which it gives any signal."""
+
+
+_OUTCOME = "xrl_lite.algorithms.advantages.outcome"
+_TEMPORAL = "xrl_lite.algorithms.advantages.temporal"
+_TOKEN_BASELINE = "xrl_lite.algorithms.advantages.token_baseline"
+
+
+def _relative(name: str) -> AdvantageEstimator:
+    return AdvantageEstimator(function=f"{_OUTCOME}:{name}", min_group_size=2)
+
+
+def _token_baseline(name: str) -> AdvantageEstimator:
+    needs = frozenset({"old_log_probs", "sum_pi_squared"})
+    return AdvantageEstimator(function=f"{_TOKEN_BASELINE}:{name}", requires=needs, min_group_size=2)
 
 
 ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     "advantage estimator",
     {
-        "grpo": "xrl_lite.algorithms.advantages:grpo_advantages",
-        "dr_grpo": "xrl_lite.algorithms.advantages:dr_grpo_advantages",
-        "rloo": "xrl_lite.algorithms.advantages:rloo_advantages",
+        "gae": AdvantageEstimator(function=f"{_TEMPORAL}:gae", requires=frozenset({"values"})),
+        "grpo": _relative("grpo"),
+        "grpo_vectorized": _relative("grpo"),
+        "dr_grpo": _relative("dr_grpo"),
+        "rloo": _relative("rloo"),
+        "rloo_vectorized": _relative("rloo"),
+        "opo": _relative("opo"),
+        "passk": _relative("passk"),
+        "grpo_passk": _relative("grpo_passk"),
+        "gdpo": _relative("gdpo"),
+        "gpg": _relative("gpg"),
+        "reinforce_plus_plus": AdvantageEstimator(function=f"{_TEMPORAL}:reinforce_plus_plus"),
+        "reinforce_plus_plus_baseline": _relative("reinforce_plus_plus_baseline"),
+        "remax": AdvantageEstimator(function=f"{_TEMPORAL}:remax", requires=frozenset({"reward_baselines"})),
+        "optimal_token_baseline": _token_baseline("optimal_token_baseline"),
+        "tir_optimal_token_baseline": _token_baseline("tir_optimal_token_baseline"),
     },
 )
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def register_adv_est(name: str, *, requires: Collection[str] = (), min_group_size: int = 1) -> Callable[[F], F]:
+    """Return a decorator that registers a function as an advantage estimator.
+
+    Args:
+        name: What `algorithm.advantage` calls it.
+        requires: Arguments it cannot do without: any of ``values``, ``old_log_probs``, ``ref_log_prob``,
+            ``sum_pi_squared``, ``rollout_is_weights``, ``reward_baselines``, ``reward_parts``. A config that does not
+            produce them is refused.
+        min_group_size: Fewest attempts at a prompt; a config with fewer is refused.
+
+    Raises:
+        PluginError: another function has the name already.
+    """
+
+    def decorate(function: F) -> F:
+        entry = AdvantageEstimator(function=function, requires=frozenset(requires), min_group_size=min_group_size)
+        ADVANTAGE_ESTIMATORS.register(name)(entry)
+        return function
+
+    return decorate
+
+
+def get_adv_estimator_fn(name: str) -> AdvantageFunction:
+    """Return the function of an estimator.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+    """
+    function = advantage_estimator(name).function
+    return load_object(function) if isinstance(function, str) else function
+
+
+def advantage_estimator(name: str) -> AdvantageEstimator:
+    """Return an estimator with what it needs; the function of a path is not loaded, and declares nothing."""
+    if name not in ADVANTAGE_ESTIMATORS and ":" in name:
+        return AdvantageEstimator(function=name)
+    return ADVANTAGE_ESTIMATORS.resolve(name)

@@ -1,18 +1,18 @@
-"""Rows for the model out of trajectories, without computing a shared prompt more than once.
+"""Rows for the model out of trajectories: without padding between them, and a shared prompt computed once.
 
-The attempts at one prompt stand in one row behind a single copy of it::
+The attempts at one prompt stand behind a single copy of it, and several such groups may stand in one row::
 
-    tokens       p0 p1 p2 | a0 a1 | b0 b1 b2
-    positions     0  1  2 |  3  4 |  3  4  5
-    a1 attends to p0 p1 p2 a0 a1, and b1 to p0 p1 p2 b0 b1: attempts do not see each other
+    tokens       p0 p1 p2 | a0 a1 | b0 b1 b2 || q0 q1 | c0
+    positions     0  1  2 |  3  4 |  3  4  5 ||  0  1 |  2
+    a1 attends to p0 p1 p2 a0 a1, and b1 to p0 p1 p2 b0 b1; c0 to q0 q1 c0: attempts and groups do not see each other
 
-so each attempt has exactly the log-probs it has in a row of its own. Rows of a micro-batch are padded to the longest.
-B rows, L tokens in the longest, T response tokens of all trajectories in the order they were given.
+so each attempt has exactly the log-probs it has in a row of its own. Only trained tokens (mask 1) get an output.
+B rows, L tokens in the longest, T trained tokens of all trajectories in the order they were given.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,24 +21,34 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PackedGroup:
-    """A prompt and some attempts at it: one row."""
+    """A prompt and some attempts at it."""
 
     prompt_ids: list[int]
     """Tokens of the prompt."""
     responses: list[list[int]]
     """Tokens of each attempt."""
+    masks: list[list[int]]
+    """1 for each token of an attempt that is trained on."""
     trajectories: list[int]
     """Which trajectory each attempt is."""
 
     @property
     def num_tokens(self) -> int:
-        """Length of the row."""
+        """Tokens in the row."""
         return len(self.prompt_ids) + sum(map(len, self.responses))
+
+
+Row = Sequence[PackedGroup]
+"""Groups that stand in one row, one behind the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """What the model gets, and where in its output the response tokens are predicted."""
+    """What the model gets, and where in its output the trained tokens are predicted.
+
+    A batch without rows has one token of padding and T = 0: a rank with nothing left to compute goes through the model
+    with it, so that it takes part in what the ranks do together.
+    """
 
     input_ids: Tensor
     """(B, L) int64, padded with 0."""
@@ -47,77 +57,112 @@ class PackedBatch:
     attention_mask: Tensor
     """(B, 1, L, L) bool, True where row position attends to column position."""
     predicted_at: Tensor
-    """(T,) int64 into the flattened (B * L): the position whose output predicts each response token."""
+    """(T,) int64 into the flattened (B * L): the position whose output predicts each trained token."""
     targets: Tensor
-    """(T,) int64: the response tokens."""
+    """(T,) int64: the trained tokens."""
     trajectories: list[int]
-    """Which trajectory each run of response tokens is, in the order of `targets`."""
+    """Which trajectory each run of trained tokens is, in the order of `targets`."""
+    num_tokens: int
+    """Tokens without the padding."""
+    candidates: Tensor | None = None
+    """(T, k) int64: other tokens whose log-probs are asked for at each position."""
+    ref_logprobs: Tensor | None = None
+    """(T,) log-probs of the targets under the initial policy, where the loss needs them."""
+    teacher_logprobs: Tensor | None = None
+    """Log-probs that a teacher gives the candidates, (T, k), or the targets, (T,), where the loss needs them."""
 
 
 def pack_groups(
-    prompts: Sequence[list[int]], responses: Sequence[list[int]], *, max_tokens_per_row: int
+    prompts: Sequence[list[int]],
+    responses: Sequence[list[int]],
+    *,
+    max_tokens_per_row: int,
+    masks: Sequence[list[int]] | None = None,
 ) -> list[PackedGroup]:
-    """Put attempts with equal neighbouring prompts into one row, as long as the row stays within the limit.
+    """Put neighbouring attempts at equal prompts behind one copy of it, as long as they stay within the limit.
 
     Args:
         prompts: Prompt tokens of each trajectory.
         responses: Response tokens of each trajectory.
-        max_tokens_per_row: Limit of a row; a single longer trajectory gets a row of its own.
+        max_tokens_per_row: Limit of a group; a single longer trajectory is a group of its own.
+        masks: 1 for each response token that is trained on; all when not given.
     """
-    rows: list[PackedGroup] = []
-    for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        last = rows[-1] if rows else None
+    groups: list[PackedGroup] = []
+    masks = masks if masks is not None else [[1] * len(response) for response in responses]
+    for index, (prompt, response, mask) in enumerate(zip(prompts, responses, masks, strict=True)):
+        last = groups[-1] if groups else None
         if last and last.prompt_ids == prompt and last.num_tokens + len(response) <= max_tokens_per_row:
             last.responses.append(response)
+            last.masks.append(mask)
             last.trajectories.append(index)
         else:
-            rows.append(PackedGroup(prompt_ids=prompt, responses=[response], trajectories=[index]))
-    return rows
+            groups.append(PackedGroup(prompt_ids=prompt, responses=[response], masks=[mask], trajectories=[index]))
+    return groups
 
 
-def micro_batches(rows: Sequence[PackedGroup], *, max_tokens: int) -> Iterator[PackedBatch]:
-    """Yield batches of rows of similar length; no batch holds more than `max_tokens` with its padding, or one row."""
-    batch: list[PackedGroup] = []
-    for row in sorted(rows, key=lambda row: row.num_tokens):  # stable: equal lengths keep their order
-        if batch and row.num_tokens * (len(batch) + 1) > max_tokens:
-            yield collate(batch)
-            batch = []
-        batch.append(row)
-    if batch:
-        yield collate(batch)
-
-
-def collate(rows: Sequence[PackedGroup]) -> PackedBatch:
-    """Pad rows to one length and build the mask."""
-    num_rows, length = len(rows), max(row.num_tokens for row in rows)
-    input_ids = torch.zeros(num_rows, length, dtype=torch.int64)
-    position_ids = torch.zeros(num_rows, length, dtype=torch.int64)
-    # segment 0 is the prompt, 1.. the attempts; padding gets a segment each, so that it sees nothing but itself
-    segments = torch.arange(-1, -length - 1, -1).repeat(num_rows, 1)
+def collate(rows: Sequence[Row]) -> PackedBatch:
+    """Lay out rows, pad them to one length and build the mask."""
+    length = max((sum(group.num_tokens for group in row) for row in rows), default=1)
+    shape = (max(len(rows), 1), length)
+    input_ids, position_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    # each prompt and each attempt is a segment; padding gets a segment each, so that it sees nothing but itself
+    segments = torch.arange(-1, -length - 1, -1).repeat(shape[0], 1)
+    parents = segments.clone()
     predicted_at: list[int] = []
     targets: list[int] = []
     for number, row in enumerate(rows):
-        start = len(row.prompt_ids)
-        tokens, positions, segment = list(row.prompt_ids), list(range(start)), [0] * start
-        for attempt, response in enumerate(row.responses, start=1):
-            begin = number * length + len(tokens)
-            if response:
-                predicted_at += [number * length + start - 1, *range(begin, begin + len(response) - 1)]
-            targets += response
-            tokens += response
-            positions += range(start, start + len(response))
-            segment += [attempt] * len(response)
-        input_ids[number, : len(tokens)] = torch.tensor(tokens)
-        position_ids[number, : len(tokens)] = torch.tensor(positions)
-        segments[number, : len(tokens)] = torch.tensor(segment)
-    same = segments.unsqueeze(2) == segments.unsqueeze(1)
-    to_prompt = (segments == 0).unsqueeze(1) & (segments > 0).unsqueeze(2)
+        line = _Line(offset=number * length)
+        for group in row:
+            line.add(group)
+        used = len(line.tokens)
+        input_ids[number, :used] = torch.tensor(line.tokens)
+        position_ids[number, :used] = torch.tensor(line.positions)
+        segments[number, :used] = torch.tensor(line.segments)
+        parents[number, :used] = torch.tensor(line.parents)
+        predicted_at += line.predicted_at
+        targets += line.targets
+    visible = (segments.unsqueeze(2) == segments.unsqueeze(1)) | (parents.unsqueeze(2) == segments.unsqueeze(1))
     causal = torch.ones(length, length, dtype=torch.bool).tril()
     return PackedBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        attention_mask=((same | to_prompt) & causal).unsqueeze(1),
+        attention_mask=(visible & causal).unsqueeze(1),
         predicted_at=torch.tensor(predicted_at, dtype=torch.int64),
         targets=torch.tensor(targets, dtype=torch.int64),
-        trajectories=[index for row in rows for index in row.trajectories],
+        trajectories=[index for row in rows for group in row for index in group.trajectories],
+        num_tokens=sum(group.num_tokens for row in rows for group in row),
     )
+
+
+class _Line:
+    """One row while it is laid out; `offset` is where it begins in the flattened output."""
+
+    def __init__(self, *, offset: int) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.segments: list[int] = []
+        self.parents: list[int] = []
+        self.predicted_at: list[int] = []
+        self.targets: list[int] = []
+        self._offset = offset
+        self._num_segments = 0
+
+    def add(self, group: PackedGroup) -> None:
+        start = len(group.prompt_ids)
+        prompt = self._append(group.prompt_ids, first_position=0, parent=None)
+        last_of_prompt = self._offset + len(self.tokens) - 1
+        for response, mask in zip(group.responses, group.masks, strict=True):
+            begin = self._offset + len(self.tokens)
+            self._append(response, first_position=start, parent=prompt)
+            trained = [place for place, bit in enumerate(mask) if bit]
+            self.predicted_at += [begin + place - 1 if place else last_of_prompt for place in trained]
+            self.targets += [response[place] for place in trained]
+
+    def _append(self, tokens: list[int], *, first_position: int, parent: int | None) -> int:
+        segment = self._num_segments
+        self._num_segments += 1
+        self.tokens += tokens
+        self.positions += range(first_position, first_position + len(tokens))
+        self.segments += [segment] * len(tokens)
+        self.parents += [segment if parent is None else parent] * len(tokens)
+        return segment

@@ -9,7 +9,8 @@ from typing import Annotated, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from xrl_lite.agent_loop import TaskSpecConfig
-from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
+from xrl_lite.algorithms import AlgorithmConfig
+from xrl_lite.algorithms.estimators import advantage_estimator
 from xrl_lite.engine.base import EngineRegistry
 from xrl_lite.engine.config import EngineConfig
 from xrl_lite.engine.tiny_model_config import TinyModelConfig
@@ -17,6 +18,13 @@ from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.replica import RolloutReplicaRegistry
 from xrl_lite.settings import Settings, UserPath
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
+
+_HOW_TO_PRODUCE = {
+    "values": "A critic is needed, and no training engine here has one yet: grpo, rloo or reinforce_plus_plus do "
+    "without.",
+    "ref_log_prob": "Set algorithm.use_kl_in_reward or algorithm.use_kl_loss.",
+    "rollout_is_weights": "Set algorithm.rollout_correction, for example to decoupled_token_is.",
+}
 
 
 class ModelConfig(Settings):
@@ -62,6 +70,9 @@ class RunConfig(Settings):
     rollout: RolloutConfig = RolloutConfig()
     """Generation."""
 
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """What an advantage is, and what is minimised."""
+
     engine: EngineConfig = EngineConfig()
     """Training of the weights."""
 
@@ -83,29 +94,37 @@ class RunConfig(Settings):
         return self.trainer.num_steps * self.engine.num_mini_batches * self.engine.num_epochs
 
     @property
+    def resolved_algorithm(self) -> AlgorithmConfig:
+        """The settings of the algorithm, with what follows from other settings filled in."""
+        if self.algorithm.loss_scale_factor is not None:
+            return self.algorithm
+        longest = self.task.agent_loop_config.sample_params.max_tokens
+        return self.algorithm.model_copy(update={"loss_scale_factor": float(longest)})
+
+    @property
     def folder(self) -> Path:
         """Folder of the run."""
         return self.output_dir / self.name
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        group_size = self.task.sampler_config.prompt_repeat_k
-        if group_size == 1:
-            raise ValueError(
-                f"trainer.advantage={self.trainer.advantage!r} compares an attempt with its siblings, so every "
-                f"advantage would be 0 with task.sampler_config.prompt_repeat_k=1. Set it to 2 or more."
-            )
+        self._check_advantage()
         groups, parts = self.trainer.groups_per_step, self.engine.num_mini_batches
         if groups % parts:
             raise ValueError(
                 f"trainer.groups_per_step ({groups}) must be a multiple of engine.num_mini_batches ({parts}), "
                 f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
             )
-        params = self.task.agent_loop_config.sample_params
-        if params.temperature == 0 or params.sampling_seed is not None:
+        self._check_sampling()
+        longest = self.task.agent_loop_config.sample_params.max_tokens + (
+            self.task.sampler_config.max_prompt_tokens or 1
+        )
+        if longest > self.engine.max_tokens_per_micro_batch:
             raise ValueError(
-                "task.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at a prompt "
-                "are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
+                f"a prompt and its response may have {longest} tokens together, more than "
+                f"engine.max_tokens_per_micro_batch ({self.engine.max_tokens_per_micro_batch}), so they could not be "
+                f"trained on. Raise it, or lower task.agent_loop_config.sample_params.max_tokens or "
+                f"task.sampler_config.max_prompt_tokens."
             )
         if self.rollout.dtype != self.engine.dtype:
             raise ValueError(
@@ -114,5 +133,62 @@ class RunConfig(Settings):
             )
         RolloutReplicaRegistry.check(self.rollout.engine)
         EngineRegistry.check(self.engine.backend)
-        ADVANTAGE_ESTIMATORS.check(self.trainer.advantage)
         return self
+
+    def _check_advantage(self) -> None:
+        algorithm, group_size = self.algorithm, self.task.sampler_config.prompt_repeat_k
+        needed = advantage_estimator(algorithm.advantage).min_group_size
+        if group_size < needed:
+            raise ValueError(
+                f"algorithm.advantage={algorithm.advantage!r} compares an attempt with its siblings, so every "
+                f"advantage would be 0 with task.sampler_config.prompt_repeat_k={group_size}. "
+                f"Set it to {needed} or more."
+            )
+        if algorithm.advantage == "passk" and algorithm.passk_k >= group_size:
+            raise ValueError(
+                f"algorithm.passk_k ({algorithm.passk_k}) must be below task.sampler_config.prompt_repeat_k "
+                f"({group_size}): of all attempts together one is right or none, so every advantage would be 0."
+            )
+        missing = algorithm.requirements() - self._produced()
+        if missing:
+            raise ValueError(
+                f"algorithm.advantage={algorithm.advantage!r} needs {', '.join(sorted(missing))}, which "
+                f"nothing in these settings produces. {_HOW_TO_PRODUCE.get(min(missing), '')}".rstrip()
+            )
+
+    def _produced(self) -> frozenset[str]:
+        """What an advantage estimator can get in this run."""
+        algorithm = self.algorithm
+        correction = algorithm.rollout_correction
+        produced = self.engine.produces | {"reward_baselines", "reward_parts", "rollout_log_probs"}
+        if not algorithm.needs_reference:
+            produced -= {"ref_log_prob"}
+        if correction is not None and correction.rollout_is is not None and not correction.bypass_mode:
+            produced |= {"rollout_is_weights"}
+        return produced
+
+    def _check_sampling(self) -> None:
+        params = self.task.agent_loop_config.sample_params
+        if params.temperature == 0 or params.sampling_seed is not None:
+            raise ValueError(
+                "task.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at a prompt "
+                "are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
+            )
+        changed = {
+            name: value
+            for name, value, neutral in (
+                ("top_p", params.top_p, (1.0,)),
+                ("top_k", params.top_k, (0, -1)),
+                ("min_tokens", params.min_tokens, (0,)),
+                ("repetition_penalty", params.repetition_penalty, (1.0,)),
+                ("presence_penalty", params.presence_penalty, (0.0,)),
+                ("frequency_penalty", params.frequency_penalty, (0.0,)),
+            )
+            if value not in neutral
+        }
+        if changed:
+            raise ValueError(
+                f"task.agent_loop_config.sample_params changes the distribution that is sampled from: {changed}. The "
+                f"trainer takes log-probs of the whole distribution, so every probability ratio would be off (at "
+                f"top_p=0.8 by a tenth). Sample from the whole of it in training; evaluation may do as it likes."
+            )

@@ -8,8 +8,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from xrl_lite.errors import ConfigError, UnknownNameError, did_you_mean
 from xrl_lite.registry import load_object
@@ -20,8 +21,44 @@ if TYPE_CHECKING:
     from xrl_lite.algorithms.packing import PackedBatch
     from xrl_lite.engine.config import EngineConfig
 
-LossFunction = Callable[["Tensor", "PackedBatch"], "tuple[Tensor, dict[str, float]]"]
-"""Log-probs of the response tokens (T,) and their batch -> loss (scalar) and sums of metrics."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputRequest:
+    """What a forward pass shall give beyond log-probs."""
+
+    entropy: bool = False
+    """Entropy of each distribution."""
+    entropy_gradient: bool = False
+    """With its gradient."""
+    sum_pi_squared: bool = False
+    """Sum of the squared probabilities of all tokens."""
+    top_k: int = 0
+    """The k likeliest tokens and their log-probs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOutputs:
+    """What the model says at each trained token, T in the order of `PackedBatch.targets`, temperature applied."""
+
+    logprobs: Tensor
+    """(T,) of the trained tokens."""
+    entropy: Tensor | None = None
+    """(T,) in nats."""
+    sum_pi_squared: Tensor | None = None
+    """(T,)."""
+    top_ids: Tensor | None = None
+    """(T, k) the likeliest tokens."""
+    top_logprobs: Tensor | None = None
+    """(T, k)."""
+    candidate_logprobs: Tensor | None = None
+    """(T, k) of `PackedBatch.candidates`, where there are any."""
+
+
+LossFunction = Callable[["TokenOutputs", "PackedBatch"], "Tensor"]
+"""Outputs of a micro-batch -> its share of the loss, scalar. The shares of all micro-batches and ranks, divided by the
+number of ranks, add up to the loss of the update."""
 
 
 class BaseEngine(ABC):
@@ -32,13 +69,26 @@ class BaseEngine(ABC):
         config: Settings of the engine.
         num_updates: Updates of the whole run, for the schedule of the learning rate.
         seed: Seed of this rank's random numbers.
+        keep_reference: Keep what `disable_adapter` needs.
+        teacher_path: Hugging Face folder or hub id of what `use_teacher` computes with.
     """
 
-    def __init__(self, *, model_path: str, config: EngineConfig, num_updates: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        model_path: str,
+        config: EngineConfig,
+        num_updates: int,
+        seed: int,
+        keep_reference: bool = False,
+        teacher_path: str | None = None,
+    ) -> None:
         self._model_path = model_path
         self._config = config
         self._num_updates = num_updates
         self._seed = seed
+        self._keep_reference = keep_reference
+        self._teacher_path = teacher_path
 
     @abstractmethod
     def initialize(self) -> None:
@@ -71,9 +121,14 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def forward_backward_batch(
-        self, batch: PackedBatch, loss_function: LossFunction | None, *, temperature: float = 1.0
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Return log-probs (T,) without a gradient, and metrics; with a loss function, add its gradient."""
+        self,
+        batch: PackedBatch,
+        loss_function: LossFunction | None,
+        *,
+        temperature: float = 1.0,
+        request: OutputRequest = OutputRequest(),
+    ) -> TokenOutputs:
+        """Return the outputs at the trained tokens, without a gradient; with a loss function, add its gradient."""
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
@@ -103,24 +158,41 @@ class BaseEngine(ABC):
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Compute with the initial policy while inside: without the adapter, or with the frozen copy."""
 
+    def use_teacher(self) -> AbstractContextManager[None]:
+        """Compute with the teacher while inside."""
+        raise ConfigError(f"{type(self).__name__} cannot hold a teacher: set algorithm.distillation to null.")
+
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all data-parallel ranks, in their order. Any picklable value."""
+        return [value]
+
     def train_batch(
-        self, batches: list[PackedBatch], loss_function: LossFunction, *, temperature: float = 1.0
+        self,
+        batches: list[PackedBatch],
+        loss_function: LossFunction,
+        *,
+        temperature: float = 1.0,
+        request: OutputRequest = OutputRequest(),
     ) -> dict[str, float]:
-        """Make one update from several micro-batches; return the sums of their metrics and the gradient norm."""
-        totals: dict[str, float] = {}
+        """Make one update from several micro-batches; return the gradient norm as `grad_norm`."""
         with self.train_mode():
             self.optimizer_zero_grad()
             for batch in batches:
-                _, metrics = self.forward_backward_batch(batch, loss_function, temperature=temperature)
-                for name, value in metrics.items():
-                    totals[name] = totals.get(name, 0.0) + value
-            totals["grad_norm"] = self.optimizer_step()
-        return totals
+                self.forward_backward_batch(batch, loss_function, temperature=temperature, request=request)
+            return {"grad_norm": self.optimizer_step()}
 
-    def infer_batch(self, batches: list[PackedBatch], *, temperature: float = 1.0) -> list[Tensor]:
-        """Return the log-probs of the response tokens of each batch."""
+    def infer_batch(
+        self,
+        batches: list[PackedBatch],
+        *,
+        temperature: float = 1.0,
+        request: OutputRequest = OutputRequest(),
+    ) -> list[TokenOutputs]:
+        """Return the outputs at the trained tokens of each batch."""
         with self.eval_mode():
-            return [self.forward_backward_batch(batch, None, temperature=temperature)[0] for batch in batches]
+            return [
+                self.forward_backward_batch(batch, None, temperature=temperature, request=request) for batch in batches
+            ]
 
 
 class EngineRegistry:

@@ -1,4 +1,4 @@
-"""Settings of the training engine and of its loss. Imports no torch."""
+"""Settings of the training engine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,28 +36,6 @@ class OptimizerConfig(Settings):
     """Share of the peak learning rate that is left at the end (linear and cosine)."""
 
 
-class PolicyLossConfig(Settings):
-    """What is minimised."""
-
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """The probability ratio is clipped below at 1 - clip_low."""
-
-    clip_high: float = Field(default=0.2, gt=0)
-    """The probability ratio is clipped above at 1 + clip_high."""
-
-    dual_clip: float | None = Field(default=3.0, gt=1)
-    """Bound of the ratio where the advantage is negative; null for none."""
-
-    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum"] = "token_mean"
-    """Whether tokens or trajectories count the same."""
-
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL to the initial policy in the loss; above 0 a frozen copy of it is kept."""
-
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    """Estimator of that KL."""
-
-
 class EngineConfig(Settings):
     """Where and how the policy is trained."""
 
@@ -79,9 +57,6 @@ class EngineConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
 
-    loss: PolicyLossConfig = PolicyLossConfig()
-    """The loss."""
-
     num_mini_batches: int = Field(default=1, gt=0)
     """Optimizer updates the groups of one step are split into."""
 
@@ -89,16 +64,21 @@ class EngineConfig(Settings):
     """Times each step's groups are trained on."""
 
     max_tokens_per_row: int = Field(default=4096, gt=0)
-    """Attempts at one prompt share a row of the model's input up to this length."""
+    """Attempts at one prompt stand behind one copy of it up to this length."""
 
     max_tokens_per_micro_batch: int = Field(default=16384, gt=0)
-    """Tokens, padding included, that go through the model at once; bounds the memory."""
+    """Tokens, padding included, that go through the model at once; bounds the memory. No trajectory may be longer."""
 
     start_timeout_s: float = Field(default=300.0, gt=0)
     """Limit for loading the model and building the optimizer."""
 
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """Limit for one optimizer step, one export of weights, or one checkpoint."""
+
+    @property
+    def produces(self) -> frozenset[str]:
+        """What the engine can give an advantage estimator; no critic (`values`) yet."""
+        return frozenset({"old_log_probs", "ref_log_prob", "sum_pi_squared"})
 
     @model_validator(mode="after")
     def _row_fits(self) -> Self:

@@ -7,9 +7,11 @@ Is woken by  the actor layer: a result, the rank's own exception, its death, or 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
@@ -26,13 +28,21 @@ class TrainingController:
     Args:
         system: Where the ranks run.
         config: Settings of the engine.
+        algorithm: Settings of the loss.
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of the run.
     """
 
     def __init__(
-        self, system: ActorSystem, *, config: EngineConfig, model_path: str, num_updates: int, seed: int
+        self,
+        system: ActorSystem,
+        *,
+        config: EngineConfig,
+        algorithm: AlgorithmConfig,
+        model_path: str,
+        num_updates: int,
+        seed: int,
     ) -> None:
         from xrl_lite.actors import RestartPolicy
         from xrl_lite.engine.worker import EngineWorker  # loads torch
@@ -40,7 +50,13 @@ class TrainingController:
         self._config = config
         self._rank: Any = system.spawn(
             EngineWorker,
-            kwargs={"config": config, "model_path": model_path, "num_updates": num_updates, "seed": seed},
+            kwargs={
+                "config": config,
+                "algorithm": algorithm,
+                "model_path": model_path,
+                "num_updates": num_updates,
+                "seed": seed,
+            },
             name="engine/0",
             num_cpus=config.num_cpus,
             num_accelerators=min(1, system.num_accelerators),  # it sees none that it does not claim
@@ -54,6 +70,15 @@ class TrainingController:
     async def ready(self) -> None:
         """Wait until every rank has loaded the model."""
         await self._rank.ready()
+
+    async def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
+        """Return quantities of the response tokens under the present weights; 0 where a token is not trained on.
+
+        Args:
+            batch: The trajectories.
+            names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
+        """
+        return await self._rank.measure.options(timeout_s=self._config.step_timeout_s).remote(batch, names)
 
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step; return its metrics."""

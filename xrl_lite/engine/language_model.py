@@ -1,6 +1,6 @@
 """A causal language model under training on one rank, with transformers' own model classes.
 
-T response tokens of a packed batch, V vocabulary, H hidden size.
+T trained tokens of a packed batch, V vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from xrl_lite.algorithms.packing import PackedBatch
-from xrl_lite.engine.base import BaseEngine, LossFunction
+from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs
 from xrl_lite.engine.config import OptimizerConfig
-from xrl_lite.errors import CheckpointError
+from xrl_lite.errors import CheckpointError, ConfigError
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -40,8 +40,9 @@ class LanguageModelEngine(BaseEngine):
         self._model = _load_model(self._model_path, self._config.dtype)
         self._policy = self._model
         self._initial: nn.Module | None = None
-        if self._config.loss.kl_coef > 0:
+        if self._keep_reference:
             self._initial = copy.deepcopy(self._model).requires_grad_(False).eval()
+        self._teacher = self._load_teacher(self._teacher_path) if self._teacher_path else None
         optimizer = self._config.optimizer
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -75,12 +76,15 @@ class LanguageModelEngine(BaseEngine):
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        assert self._initial is not None, "there is a copy of the initial policy only with kl_coef > 0"
-        self._policy = self._initial
-        try:
+        assert self._initial is not None, "there is a copy of the initial policy only with keep_reference"
+        with self._computing_with(self._initial):
             yield
-        finally:
-            self._policy = self._model
+
+    @contextmanager
+    def use_teacher(self) -> Iterator[None]:
+        assert self._teacher is not None, "there is a teacher only with teacher_path"
+        with self._computing_with(self._teacher):
+            yield
 
     def optimizer_zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -104,17 +108,18 @@ class LanguageModelEngine(BaseEngine):
         return config.learning_rate * learning_rate_factor(self._update, self._num_updates, config)
 
     def forward_backward_batch(
-        self, batch: PackedBatch, loss_function: LossFunction | None, *, temperature: float = 1.0
-    ) -> tuple[Tensor, dict[str, float]]:
+        self,
+        batch: PackedBatch,
+        loss_function: LossFunction | None,
+        *,
+        temperature: float = 1.0,
+        request: OutputRequest = OutputRequest(),  # noqa: B008 - frozen
+    ) -> TokenOutputs:
         logits = self._logits(batch).float() / temperature
-        logprobs = token_logprobs(logits, batch.targets)
-        if loss_function is None:
-            return logprobs.detach(), {}
-        loss, metrics = loss_function(logprobs, batch)
-        loss.backward()
-        metrics["loss"] = loss.item()
-        metrics["entropy"] = token_entropy(logits.detach()).sum().item()
-        return logprobs.detach(), metrics
+        outputs = token_outputs(logits, batch, request)
+        if loss_function is not None:
+            loss_function(outputs, batch).backward()
+        return _detached(outputs)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self._model.named_parameters():
@@ -169,6 +174,25 @@ class LanguageModelEngine(BaseEngine):
             "rng": torch.get_rng_state(),
         }
 
+    @contextmanager
+    def _computing_with(self, model: Any) -> Iterator[None]:
+        before = self._policy, self._head_is_linear
+        self._policy, self._head_is_linear = model, _head_is_linear(model) if model is self._teacher else before[1]
+        try:
+            yield
+        finally:
+            self._policy, self._head_is_linear = before
+
+    def _load_teacher(self, path: str) -> nn.Module:
+        teacher: Any = _load_model(path, self._config.dtype).requires_grad_(False).eval()
+        sizes = [model.get_output_embeddings().weight.shape[0] for model in (teacher, self._model)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(
+                f"algorithm.distillation.teacher={path} knows {sizes[0]} tokens, the policy {self._model_path} "
+                f"{sizes[1]}: token by token they cannot be compared."
+            )
+        return teacher
+
     def _logits(self, batch: PackedBatch) -> Tensor:
         inputs = {
             "input_ids": batch.input_ids,
@@ -178,7 +202,7 @@ class LanguageModelEngine(BaseEngine):
         }
         if not self._head_is_linear:
             return self._policy(**inputs).logits.flatten(0, 1)[batch.predicted_at]
-        # only the positions that predict a response token go through the head: it is half the cost of a small model
+        # only the positions that predict a trained token go through the head: it is half the cost of a small model
         hidden = self._policy.base_model(**inputs).last_hidden_state
         return self._policy.get_output_embeddings()(hidden.flatten(0, 1)[batch.predicted_at])
 
@@ -188,6 +212,29 @@ def _alone_on_purpose() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
+
+
+def token_outputs(logits: Tensor, batch: PackedBatch, request: OutputRequest) -> TokenOutputs:
+    """Read what is asked for off the logits (T, V), float32, divided by the temperature."""
+    entropy = top_ids = top_logprobs = candidates = None
+    if request.entropy:
+        entropy = token_entropy(logits if request.entropy_gradient else logits.detach())
+    if request.top_k:
+        top_logprobs, top_ids = logits.log_softmax(dim=1).topk(min(request.top_k, logits.shape[1]), dim=1)
+    if batch.candidates is not None:
+        candidates = logits.gather(1, batch.candidates) - logits.logsumexp(dim=1, keepdim=True)
+    return TokenOutputs(
+        logprobs=token_logprobs(logits, batch.targets),
+        entropy=entropy,
+        sum_pi_squared=(2 * logits.log_softmax(dim=1)).exp().sum(dim=1) if request.sum_pi_squared else None,
+        top_ids=top_ids,
+        top_logprobs=top_logprobs,
+        candidate_logprobs=candidates,
+    )
+
+
+def _detached(outputs: TokenOutputs) -> TokenOutputs:
+    return TokenOutputs(**{name: None if value is None else value.detach() for name, value in vars(outputs).items()})
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

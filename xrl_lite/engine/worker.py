@@ -1,29 +1,47 @@
 """One training rank as an actor: batches in, metrics and weights out.
 
-The rank turns trajectories into packed micro-batches, so that only lists cross the process boundary.
+Every rank gets the whole batch, so it knows the counts of all ranks without asking, and turns its share of it into
+packed micro-batches. Only lists cross the process boundary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from xrl_lite.algorithms.losses import kl_estimate, policy_loss, token_weights
-from xrl_lite.algorithms.packing import PackedBatch, micro_batches, pack_groups
-from xrl_lite.engine.base import BaseEngine, EngineRegistry
+from xrl_lite.algorithms.aggregation import BatchInfo, session_num_tokens
+from xrl_lite.algorithms.config import AlgorithmConfig
+from xrl_lite.algorithms.distillation import TOP_K, distillation_loss
+from xrl_lite.algorithms.losses.tokens import LossConfig
+from xrl_lite.algorithms.objective import LossRows, objective, rows_from_flat
+from xrl_lite.algorithms.packing import PackedBatch, collate, pack_groups
+from xrl_lite.algorithms.planning import plan_micro_batches
+from xrl_lite.algorithms.policy_losses import get_policy_loss_fn, policy_loss
+from xrl_lite.algorithms.rollout_correction import correct_rollout
+from xrl_lite.algorithms.rows import pad_rows, unpad_rows
+from xrl_lite.engine.base import BaseEngine, EngineRegistry, OutputRequest, TokenOutputs
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
-from xrl_lite.registry import load_plugins
+from xrl_lite.engine.step_metrics import LogprobGap, StepReports, WeightedMeans
+from xrl_lite.registry import load_object, load_plugins
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+_QUANTITIES = {
+    "old_logprobs": "logprobs",
+    "ref_logprobs": "logprobs",
+    "teacher_logprobs": "logprobs",
+    "sum_pi_squared": "sum_pi_squared",
+}
+"""What can be measured, and which output of the engine it is."""
 
-LOW_CORRELATION_TOKENS = 2
-"""A correlation needs at least so many tokens."""
+_SEEDS = 1_000_003
+
+T = TypeVar("T")
 
 
 class EngineWorker:
@@ -31,37 +49,84 @@ class EngineWorker:
 
     Args:
         config: Settings of the engine.
+        algorithm: Settings of the loss.
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of this rank.
     """
 
-    def __init__(self, *, config: EngineConfig, model_path: str, num_updates: int, seed: int) -> None:
+    def __init__(
+        self,
+        *,
+        config: EngineConfig,
+        model_path: str,
+        num_updates: int,
+        seed: int,
+        algorithm: AlgorithmConfig | None = None,
+    ) -> None:
         load_plugins()
         device = "cuda" if torch.cuda.is_available() else "cpu"
         engine = EngineRegistry.get("language_model", config.backend, device)
         self._config = config
-        self._engine: BaseEngine = engine(model_path=model_path, config=config, num_updates=num_updates, seed=seed)
+        self._algorithm = algorithm = algorithm or AlgorithmConfig()
+        self._loss = policy_loss(algorithm.policy_loss.loss_mode)
+        correction = algorithm.rollout_correction
+        replaced = correction is not None and correction.loss_type == "reinforce"
+        self._loss_function = get_policy_loss_fn("reinforce" if replaced else algorithm.policy_loss.loss_mode)
+        self._engine: BaseEngine = engine(
+            model_path=model_path,
+            config=config,
+            num_updates=num_updates,
+            seed=seed,
+            keep_reference=algorithm.needs_reference,
+            teacher_path=algorithm.distillation.teacher if algorithm.distillation else None,
+        )
         self._engine.initialize()
 
     def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step; return its metrics.
 
-        Trajectories whose advantage is 0 cost no computation unless the KL to the initial policy is in the loss.
+        Trajectories that have no gradient cost no computation: those of advantage 0, unless the loss says otherwise or
+        something else is in the loss.
         """
-        parts = [self._weigh(part) for part in _split_by_group(batch, self._config.num_mini_batches)]
-        old: list[list[list[float]]] | None = None
-        if len(parts) * self._config.num_epochs > 1:
-            old = [self._compute_logprobs(part.batch) for part in parts]
-        reports: list[dict[str, float]] = []
-        for _ in range(self._config.num_epochs):
+        batch = self._with_old_logprobs(batch)
+        parts = _split_by_group(batch, self._config.num_mini_batches)
+        steps, gap = StepReports(), LogprobGap()
+        for epoch in range(self._config.num_epochs):
             for number, part in enumerate(parts):
                 report = {"learning_rate": self._engine.learning_rate, "num_updates": 0.0}
-                if len(part.batch):
-                    report |= self._update(part, old[number] if old else None)
-                reports.append(report)
+                update, correction_metrics = self._prepare(part)
+                if len(update.batch):
+                    seed = batch.step * _SEEDS + epoch * len(parts) + number  # the same on all ranks
+                    # later log-probs of the trainer are not those the tokens were sampled with
+                    before = epoch == 0 and (number == 0 or not self._bypass)
+                    report |= self._update(update, seed, gap if before else LogprobGap())
+                steps.add(report | correction_metrics)
                 self._engine.lr_scheduler_step()
-        return _merge(reports)
+        return steps.result() | gap.merge(self._others(gap)).metrics()
+
+    def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
+        """Return quantities of the response tokens under the present weights; 0 where a token is not trained on.
+
+        Args:
+            batch: The trajectories.
+            names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
+        """
+        packed = self._pack(batch)
+        request = OutputRequest(sum_pi_squared="sum_pi_squared" in names)
+        measured: dict[str, list[list[float]]] = {}
+        policies = {"ref_logprobs": self._engine.disable_adapter, "teacher_logprobs": self._engine.use_teacher}
+        by_policy: dict[str, list[TokenOutputs]] = {}
+        for name in names:
+            policy = name if name in policies else "own"
+            if policy not in by_policy:
+                with policies.get(name, nullcontext)():
+                    by_policy[policy] = self._engine.infer_batch(
+                        packed, temperature=batch.temperature, request=request if policy == "own" else OutputRequest()
+                    )
+            values = [getattr(output, _QUANTITIES[name]) for output in by_policy[policy]]
+            measured[name] = self._of_all_ranks(batch, packed, values)
+        return measured
 
     def export_weights(self) -> dict[str, Tensor]:
         """Return every weight under its Hugging Face name."""
@@ -78,107 +143,221 @@ class EngineWorker:
         """Go on from a checkpoint."""
         self._engine.load_checkpoint(folder)
 
-    def _weigh(self, batch: TrainBatch) -> _WeightedBatch:
-        """Weigh every token of an update, then leave out the trajectories that add nothing to its gradient."""
-        weights = token_weights(batch.response_masks, self._config.loss.aggregation)
-        kept = [i for i in range(len(batch)) if self._contributes(batch, i)]
-        return _WeightedBatch(batch.select(kept), [weights[i] for i in kept])
+    # --- before an update
+
+    @property
+    def _bypass(self) -> bool:
+        correction = self._algorithm.rollout_correction
+        return correction is not None and correction.bypass_mode
+
+    def _with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Fix the old policy before the first update, where it is not the policy of the only update itself."""
+        if self._bypass:
+            return replace(batch, old_logprobs=batch.rollout_logprobs)
+        num_updates = self._config.num_mini_batches * self._config.num_epochs
+        if batch.old_logprobs is not None or (num_updates == 1 and self._loss.selection is None):
+            return batch
+        needed = [i for i in range(len(batch)) if self._contributes(batch, i)]
+        old = [[0.0] * len(response) for response in batch.responses]
+        if needed:
+            for index, values in zip(needed, self._measure_logprobs(batch.select(needed)), strict=True):
+                old[index] = values
+        return replace(batch, old_logprobs=old)
+
+    def _measure_logprobs(self, batch: TrainBatch) -> list[list[float]]:
+        return self.measure(batch, ["old_logprobs"])["old_logprobs"]
+
+    def _prepare(self, part: TrainBatch) -> tuple[_Update, dict[str, float]]:
+        """Count the tokens of an update, then leave out the trajectories that add nothing to its gradient."""
+        part, metrics = self._corrected_by_present(part)
+        masks, tokens = part.response_masks, session_num_tokens(part.response_masks, part.sessions)
+        info = BatchInfo.of(
+            masks,
+            part.sessions,
+            part.advantages,
+            dp_size=self._engine.get_data_parallel_size(),
+            loss_scale_factor=self._algorithm.loss_scale_factor,
+        )
+        kept = [i for i in range(len(part)) if self._contributes(part, i)]
+        batch = part.select(kept)
+        return _Update(batch, info, [tokens[session] for session in batch.sessions]), metrics
+
+    def _corrected_by_present(self, part: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """bypass_mode: weigh and reject by the policy as it is now."""
+        correction = self._algorithm.rollout_correction
+        if correction is None or not correction.bypass_mode or not part.num_trained_tokens:
+            return part, {}
+        if correction.rollout_is is None and not correction.rejections:
+            return part, {}
+        mask = pad_rows(part.response_masks).bool()
+        present, rollout = pad_rows(self._measure_logprobs(part)), pad_rows(part.rollout_logprobs)
+        result = correct_rollout(present, rollout, mask, correction)
+        lengths = list(map(len, part.responses))
+        weights = None if result.weights is None else unpad_rows(result.weights, lengths)
+        masks = [[int(bit) for bit in row] for row in unpad_rows(result.mask, lengths)]
+        return replace(part, response_masks=masks, rollout_is_weights=weights), result.metrics
 
     def _contributes(self, batch: TrainBatch, index: int) -> bool:
-        signal = batch.advantages[index] != 0.0 or self._config.loss.kl_coef > 0
-        return signal and any(batch.response_masks[index])
+        if not any(batch.response_masks[index]):
+            return False
+        algorithm = self._algorithm
+        every_token = algorithm.use_kl_loss or algorithm.entropy_coeff > 0 or algorithm.distillation is not None
+        return every_token or not self._loss.skips_zero_advantage or any(batch.advantages[index])
 
-    def _update(self, part: _WeightedBatch, old: list[list[float]] | None) -> dict[str, float]:
-        config, batch, weights = self._config.loss, part.batch, part.weights
-        gap = _LogprobGap()
+    # --- an update
 
-        def loss_function(logprobs: Tensor, packed: PackedBatch) -> tuple[Tensor, dict[str, float]]:
-            order = packed.trajectories
-            rollout = _flat([batch.rollout_logprobs[i] for i in order])
-            # with a single update the policy that is trained is the one that sampled: no second forward is needed
-            old_logprobs = logprobs.detach() if old is None else _flat([old[i] for i in order])
-            token_weight = _flat([weights[i] for i in order])
-            gap.add(old_logprobs, rollout, token_weight > 0)
-            loss, sums = policy_loss(
-                logprobs,
-                old_logprobs,
-                _flat([[batch.advantages[i]] * len(batch.responses[i]) for i in order]),
-                token_weight,
-                clip_low=config.clip_low,
-                clip_high=config.clip_high,
-                dual_clip=config.dual_clip,
+    def _update(self, update: _Update, seed: int, gap: LogprobGap) -> dict[str, float]:
+        batch = update.batch
+        selected = self._select(batch, seed)
+        micro_batches = self._with_other_models(self._pack(batch), batch)
+        means, loss_sum = WeightedMeans(), 0.0
+
+        def loss_function(outputs: TokenOutputs, packed: PackedBatch) -> Tensor:
+            nonlocal loss_sum
+            if not packed.trajectories:
+                return outputs.logprobs.sum()  # of nothing: the rank only takes part
+            rows = self._rows(update, outputs, packed, selected)
+            gap.add(*self._both_sides(batch, outputs, packed))
+            config = LossConfig(
+                self._algorithm.policy_loss,
+                batch=update.info,
+                session_num_tokens=torch.tensor(
+                    [update.session_tokens[i] for i in packed.trajectories], device=outputs.logprobs.device
+                ),
             )
-            if config.kl_coef > 0:
-                kl = kl_estimate(logprobs, self._initial_logprobs(packed, batch.temperature), config.kl_estimator)
-                used = token_weight > 0
-                loss = loss + config.kl_coef * (kl[used] * token_weight[used]).sum()
-                sums["kl_to_initial"] = kl[used].sum().item()
-            return loss, sums
+            loss, metrics = objective(rows, algorithm=self._algorithm, policy_loss=self._loss_function, config=config)
+            means.add(metrics, len(packed.targets))
+            loss_sum += loss.item()
+            return loss
 
-        packed = list(self._pack(batch))
-        metrics = self._engine.train_batch(packed, loss_function, temperature=batch.temperature)
-        num_tokens = sum(map(sum, batch.response_masks))
-        per_token = {name: metrics[name] / num_tokens for name in metrics.keys() - {"loss", "grad_norm"}}
+        request = OutputRequest(entropy=True, entropy_gradient=self._algorithm.entropy_coeff > 0)
+        done = self._engine.train_batch(micro_batches, loss_function, temperature=batch.temperature, request=request)
+        num_ranks = self._engine.get_data_parallel_size()
         return {
-            "loss": metrics["loss"],
-            "grad_norm": metrics["grad_norm"],
-            **per_token,
-            **gap.metrics(),
-            "num_trained_tokens": float(num_tokens),
+            "loss": sum(self._engine.all_gather(loss_sum)) / num_ranks,
+            "grad_norm": done["grad_norm"],
+            **means.merge(self._others(means)).result(),
+            "num_trained_tokens": float(batch.num_trained_tokens),
             "num_trained": float(len(batch)),
             "num_updates": 1.0,
         }
 
-    def _initial_logprobs(self, packed: PackedBatch, temperature: float) -> Tensor:
-        with self._engine.disable_adapter():
-            return self._engine.infer_batch([packed], temperature=temperature)[0]
+    def _select(self, batch: TrainBatch, seed: int) -> Tensor | None:
+        """Let the loss choose tokens over the whole update, (N, T) bool."""
+        if self._loss.selection is None:
+            return None
+        choose = load_object(self._loss.selection) if isinstance(self._loss.selection, str) else self._loss.selection
+        assert batch.old_logprobs is not None, "made before the first update"
+        now, old = pad_rows(self._measure_logprobs(batch)), pad_rows(batch.old_logprobs)
+        mask = pad_rows(batch.response_masks).bool()
+        return choose(old, now, pad_rows(batch.advantages), mask, self._algorithm.policy_loss, seed)
 
-    def _compute_logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        """Log-probs of each trajectory's response under the present weights."""
-        packed = list(self._pack(batch))
-        result: list[list[float]] = [[] for _ in range(len(batch))]
-        for part, logprobs in zip(packed, self._engine.infer_batch(packed, temperature=batch.temperature), strict=True):
-            position = 0
+    def _rows(self, update: _Update, outputs: TokenOutputs, packed: PackedBatch, selected: Tensor | None) -> LossRows:
+        batch, order, device = update.batch, packed.trajectories, outputs.logprobs.device
+        mask = pad_rows([batch.response_masks[i] for i in order]).bool().to(device)
+
+        def rows(values: list[list[float]] | None) -> Tensor | None:
+            return None if values is None else pad_rows([values[i] for i in order]).to(device)
+
+        log_prob = rows_from_flat(outputs.logprobs, mask)
+        advantages, old = rows(batch.advantages), rows(batch.old_logprobs)
+        assert advantages is not None
+        return LossRows(
+            log_prob=log_prob,
+            # with a single update the policy that is trained is the old one: no second forward is needed
+            old_log_prob=log_prob.detach() if old is None else old,
+            advantages=advantages,
+            mask=mask,
+            entropy=None if outputs.entropy is None else rows_from_flat(outputs.entropy, mask),
+            rollout_is_weights=rows(batch.rollout_is_weights),
+            ref_log_prob=(
+                rows(batch.ref_logprobs if self._algorithm.use_kl_loss else None)
+                if packed.ref_logprobs is None
+                else rows_from_flat(packed.ref_logprobs, mask)
+            ),
+            distillation=self._distillation(outputs, packed, mask),
+            selected=None if selected is None else selected[order][:, : mask.shape[1]].to(device),
+        )
+
+    def _with_other_models(self, packed: list[PackedBatch], batch: TrainBatch) -> list[PackedBatch]:
+        """Let reference and teacher compute before the update: all ranks together, those with nothing to do too."""
+        algorithm, temperature = self._algorithm, batch.temperature
+        if algorithm.use_kl_loss and batch.ref_logprobs is None:
+            with self._engine.disable_adapter():
+                outputs = self._engine.infer_batch(packed, temperature=temperature)
+            packed = [replace(p, ref_logprobs=o.logprobs) for p, o in zip(packed, outputs, strict=True)]
+        distillation = algorithm.distillation
+        if distillation is None or distillation.use_policy_gradient:
+            return packed
+        top_k = distillation.top_k if distillation.loss_mode == TOP_K else 0
+        with self._engine.use_teacher():
+            outputs = self._engine.infer_batch(packed, temperature=temperature, request=OutputRequest(top_k=top_k))
+        return [
+            replace(p, candidates=o.top_ids, teacher_logprobs=o.top_logprobs if top_k else o.logprobs)
+            for p, o in zip(packed, outputs, strict=True)
+        ]
+
+    def _distillation(self, outputs: TokenOutputs, packed: PackedBatch, mask: Tensor) -> Tensor | None:
+        if packed.teacher_logprobs is None:
+            return None
+        assert self._algorithm.distillation is not None, "there is a teacher"
+        student = outputs.logprobs if packed.candidates is None else outputs.candidate_logprobs
+        assert student is not None, "there are candidates"
+        loss = distillation_loss(self._algorithm.distillation.loss_mode)
+        return rows_from_flat(loss(student, packed.teacher_logprobs), mask)
+
+    def _both_sides(self, batch: TrainBatch, outputs: TokenOutputs, packed: PackedBatch) -> tuple[Tensor, Tensor]:
+        """Log-probs of the same tokens by trainer and rollout engine, (T,) each."""
+        order = packed.trajectories
+        mask = pad_rows([batch.response_masks[i] for i in order]).bool()
+        trainer = outputs.logprobs
+        if batch.old_logprobs is not None and not self._bypass:
+            trainer = pad_rows([batch.old_logprobs[i] for i in order])[mask]
+        return trainer, pad_rows([batch.rollout_logprobs[i] for i in order])[mask]
+
+    # --- ranks
+
+    def _pack(self, batch: TrainBatch) -> list[PackedBatch]:
+        """The micro-batches of this rank."""
+        groups = pack_groups(
+            batch.prompts,
+            batch.responses,
+            masks=batch.response_masks,
+            max_tokens_per_row=self._config.max_tokens_per_row,
+        )
+        plan = plan_micro_batches(
+            groups,
+            max_tokens=self._config.max_tokens_per_micro_batch,
+            num_ranks=self._engine.get_data_parallel_size(),
+        )
+        return [collate(rows) for rows in plan[self._engine.get_data_parallel_rank()]]
+
+    def _of_all_ranks(
+        self, batch: TrainBatch, packed: Sequence[PackedBatch], flat: Sequence[Tensor]
+    ) -> list[list[float]]:
+        """Put the values of each rank's trained tokens where they belong."""
+        mine: dict[int, list[float]] = {}
+        for part, values in zip(packed, flat, strict=True):
+            remaining = iter(values.tolist())
             for index in part.trajectories:
-                length = len(batch.responses[index])
-                result[index] = logprobs[position : position + length].tolist()
-                position += length
-        return result
+                mine[index] = [next(remaining) if bit else 0.0 for bit in batch.response_masks[index]]
+        everything = {index: values for share in self._engine.all_gather(mine) for index, values in share.items()}
+        return [everything[index] for index in range(len(batch))]
 
-    def _pack(self, batch: TrainBatch) -> Sequence[PackedBatch]:
-        rows = pack_groups(batch.prompts, batch.responses, max_tokens_per_row=self._config.max_tokens_per_row)
-        return list(micro_batches(rows, max_tokens=self._config.max_tokens_per_micro_batch))
+    def _others(self, own: T) -> list[T]:
+        """The parts of the other ranks."""
+        parts = self._engine.all_gather(own)
+        return [part for rank, part in enumerate(parts) if rank != self._engine.get_data_parallel_rank()]
 
 
 @dataclass(frozen=True)
-class _WeightedBatch:
-    """The trajectories of one update that have a gradient, and the weight of each of their tokens in the whole."""
+class _Update:
+    """The trajectories of one optimizer update that have a gradient, and the counts of all of it."""
 
     batch: TrainBatch
-    weights: list[list[float]]
-
-
-class _LogprobGap:
-    """How far the trainer's log-probs are from the rollout engine's, over the tokens trained on."""
-
-    def __init__(self) -> None:
-        self._pairs: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, trainer: Tensor, rollout: Tensor, used: Tensor) -> None:
-        self._pairs.append((trainer[used].double(), rollout[used].double()))
-
-    def metrics(self) -> dict[str, float]:
-        trainer = torch.cat([pair[0] for pair in self._pairs])
-        rollout = torch.cat([pair[1] for pair in self._pairs])
-        gap = (trainer - rollout).abs()
-        metrics = {"logprob_gap/mean": gap.mean().item(), "logprob_gap/max": gap.max().item()}
-        if len(trainer) >= LOW_CORRELATION_TOKENS and trainer.std() > 0 and rollout.std() > 0:
-            metrics["logprob_gap/correlation"] = torch.corrcoef(torch.stack([trainer, rollout]))[0, 1].item()
-        return metrics
-
-
-def _flat(values: list[list[float]]) -> Tensor:
-    return torch.tensor([value for row in values for value in row], dtype=torch.float32)
+    info: BatchInfo
+    session_tokens: list[int]
+    """Trained tokens of the session of each trajectory."""
 
 
 def _split_by_group(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
@@ -189,17 +368,3 @@ def _split_by_group(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
         wanted = set(groups[number * len(groups) // num_parts : (number + 1) * len(groups) // num_parts])
         parts.append(batch.select([i for i, group in enumerate(batch.groups) if group in wanted]))
     return parts
-
-
-def _merge(reports: list[dict[str, float]]) -> dict[str, float]:
-    """One report per step: counts are summed, maxima are maxima, the rest are means over the updates."""
-    merged: dict[str, float] = {}
-    for name in dict.fromkeys(name for report in reports for name in report):
-        values = [report[name] for report in reports if name in report]
-        if name in ("num_updates", "num_trained_tokens", "num_trained"):
-            merged[name] = sum(values)
-        elif name.endswith("/max"):
-            merged[name] = max(values)
-        else:
-            merged[name] = sum(values) / len(values)
-    return merged

@@ -8,7 +8,7 @@
     each step:
         on_step_begin
         on_sample_begin  produce, sample a batch  on_sample_end
-        advantages -> optimizer update
+        _prepare_train_data, advantages -> optimizer updates
         on_step_end                                weights go to the replicas
         metrics
         [on_validate_begin, evaluation, on_validate_end]
@@ -26,15 +26,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
+from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import RunError
 from xrl_lite.judger import judger_metrics
+from xrl_lite.log import get_logger
 from xrl_lite.replay_buffer import PromptGroup
+from xrl_lite.trainer.advantages import AdvantageStep
+from xrl_lite.trainer.baselines import greedy_rewards
 from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.prepare import prepare_train_data
 from xrl_lite.trainer.stop import StopRequest
@@ -49,6 +52,8 @@ if TYPE_CHECKING:
     from xrl_lite.trainer.report import Reporter
     from xrl_lite.trainer.run_folder import RunFolder
     from xrl_lite.weight_sync import WeightSync
+
+logger = get_logger(__name__)
 
 MAX_SKIPPED_UPDATES = 5
 """Steps in a row with a gradient that is not finite before the run stops."""
@@ -96,6 +101,9 @@ class TrainerSettings:
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
     report: ReportConfig
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    max_tokens: int | None = None
+    """Longest prompt and response together that the engine takes."""
 
 
 @dataclass
@@ -155,9 +163,11 @@ class RLTrainer(ABC):
         self.stop = stop
         self.global_step = 0
         self.times = StepTimes()
-        self._estimator = ADVANTAGE_ESTIMATORS.resolve(settings.trainer.advantage)
+        self._advantages = AdvantageStep(settings.algorithm)
         self._steps_without_signal = 0
+        self._empty_steps = 0
         self._skipped_updates = 0
+        self._gap_is_wide = False
         self._evaluation_due = False
         self._saved_step = 0
         self._checkpoint: Path | None = None
@@ -224,8 +234,13 @@ class RLTrainer(ABC):
         """Return the groups to train on, and metrics of the buffer."""
 
     def _prepare_train_data(self, groups: list[list[RolloutState]]) -> tuple[TrainBatch, dict[str, float]]:
-        """Turn scored groups into one optimizer step; override to change what is trained on."""
-        return prepare_train_data(groups, estimator=self._estimator)
+        """Turn scored groups into the trajectories of one step; override to change what is trained on.
+
+        Advantages are estimated afterwards: some need log-probs of these trajectories.
+        """
+        algorithm = self.settings.algorithm
+        keys = algorithm.gdpo_reward_keys if algorithm.advantage == "gdpo" else None
+        return prepare_train_data(groups, max_tokens=self.settings.max_tokens, reward_keys=keys or ())
 
     # --- one step
 
@@ -234,19 +249,41 @@ class RLTrainer(ABC):
         await self.on_step_begin()
         await self.on_sample_begin()
         groups, buffer_metrics = await self.sample_batch(self.settings.trainer.groups_per_step)
+        attempts = [group.states for group in groups]
+        baselines = await self._greedy_baselines(attempts)
         await self.on_sample_end()
-        states = [state for group in groups for state in group.states]
-        batch, metrics = self._prepare_train_data([group.states for group in groups])
+        batch, metrics = self._prepare_train_data(attempts)
+        if baselines is not None:
+            batch = replace(batch, reward_baselines=[baselines[group] for group in batch.groups])
         with self.times.part("train"):
-            metrics |= await self.parts.engine.train_batch(batch)
+            metrics |= await self._train(replace(batch, step=self.global_step))
         await self.on_step_end()
-        self._write(metrics | buffer_metrics | self._judger_metrics(), states)
+        self._write(metrics | buffer_metrics | self._judger_metrics(), [state for group in attempts for state in group])
         self._evaluation_due = self._is_due(self.settings.evaluation.every_steps) or self._is_last
         if self._evaluation_due and not self.stop.requested:
             await self._evaluate()
         if self._is_due(self.settings.checkpoint.every_steps):
             await self._save()
         await self._check_health(metrics)
+
+    async def _greedy_baselines(self, groups: list[list[RolloutState]]) -> list[float] | None:
+        if "reward_baselines" not in self.settings.algorithm.requirements():
+            return None
+        with self.times.part("baselines"):
+            return await greedy_rewards(self.parts.manager, groups)
+
+    async def _train(self, batch: TrainBatch) -> dict[str, float]:
+        metrics: dict[str, float] = {}
+        attempts = len(batch)
+        if batch.num_trained_tokens:
+            batch, metrics = await self._advantages(batch, self.parts.engine.measure)
+        if not batch.num_trained_tokens:
+            metrics["skipped_step"] = 1.0
+            text = f"step {self.global_step} is skipped: none of its {attempts} scored attempts has a token to train on"
+            logger.warning(text)
+            self.parts.reporter.note(text)
+        # also without tokens: the schedule of the learning rate goes on
+        return metrics | await self.parts.engine.train_batch(batch)
 
     def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
         if self.settings.report.save_rollouts:
@@ -263,15 +300,8 @@ class RLTrainer(ABC):
         return metrics | {f"time/{name}": metrics.pop(name) for name in times}
 
     async def _check_health(self, metrics: dict[str, float]) -> None:
+        await self._check_there_is_something(metrics)
         config = self.settings.trainer
-        self._steps_without_signal = 0 if metrics["frac_reward_zero_std"] < 1.0 else self._steps_without_signal + 1
-        if self._steps_without_signal >= config.max_steps_without_signal:
-            await self._save()
-            raise RunError(
-                f"No group had two different rewards for {self._steps_without_signal} steps in a row "
-                f"(reward {metrics['reward']:.3f}), so there is nothing to learn from. Is the task too hard or too "
-                f"easy for the model, or is the judger wrong? See {self.parts.folder.path / 'rollouts'}."
-            )
         gap = metrics.get("logprob_gap/mean", 0.0)
         if not gap <= config.max_logprob_gap:  # NaN is no agreement either
             raise RunError(
@@ -279,11 +309,43 @@ class RLTrainer(ABC):
                 f"max_logprob_gap={config.max_logprob_gap}. They hold different weights, or use different types "
                 f"(engine.dtype, rollout.dtype), temperatures or chat templates."
             )
+        if gap > config.warn_logprob_gap and not self._gap_is_wide:
+            logger.warning(
+                "step %d: trainer and rollout engine disagree about the same tokens by %.4f nats on average, more than "
+                "warn_logprob_gap=%g; algorithm.rollout_correction can make up for it",
+                self.global_step,
+                gap,
+                config.warn_logprob_gap,
+            )
+        self._gap_is_wide = gap > config.warn_logprob_gap
         self._skipped_updates = 0 if math.isfinite(metrics.get("grad_norm", 0.0)) else self._skipped_updates + 1
         if self._skipped_updates >= MAX_SKIPPED_UPDATES:
             raise RunError(
                 f"The gradient was not finite for {self._skipped_updates} steps in a row, so nothing was learned. "
                 f"Lower engine.optimizer.learning_rate; go on from an earlier checkpoint."
+            )
+
+    async def _check_there_is_something(self, metrics: dict[str, float]) -> None:
+        config, folder = self.settings.trainer, self.parts.folder.path / "rollouts"
+        self._empty_steps = self._empty_steps + 1 if "skipped_step" in metrics else 0
+        if self._empty_steps >= config.max_empty_steps:
+            await self._save()
+            raise RunError(
+                f"There was no token to train on for {self._empty_steps} steps in a row: all attempts failed, were "
+                f"masked or were rejected. See {folder} and the logs beside it."
+            )
+        if "skipped_step" in metrics:
+            return
+        distillation = self.settings.algorithm.distillation
+        by_teacher = distillation is not None and not distillation.use_task_rewards
+        without = not by_teacher and metrics["advantages/min"] == metrics["advantages/max"] == 0.0
+        self._steps_without_signal = self._steps_without_signal + 1 if without else 0
+        if self._steps_without_signal >= config.max_steps_without_signal:
+            await self._save()
+            raise RunError(
+                f"No group had two different rewards for {self._steps_without_signal} steps in a row "
+                f"(reward {metrics['reward']:.3f}), so there is nothing to learn from. Is the task too hard or too "
+                f"easy for the model, or is the judger wrong? See {folder}."
             )
 
     # --- evaluation and checkpoints
@@ -310,6 +372,8 @@ class RLTrainer(ABC):
             "global_step": self.global_step,
             "sampler": self.parts.manager.sampler.state_dict(),
             "steps_without_signal": self._steps_without_signal,
+            "empty_steps": self._empty_steps,
+            "algorithm": self._advantages.state_dict(),
             "evaluation_due": self._evaluation_due,
         }
         self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
@@ -325,6 +389,8 @@ class RLTrainer(ABC):
         self.global_step = state["global_step"]
         self._saved_step = self.global_step
         self._steps_without_signal = state["steps_without_signal"]
+        self._empty_steps = state["empty_steps"]
+        self._advantages.load_state_dict(state["algorithm"])
         self._evaluation_due = state["evaluation_due"]
         self._checkpoint = checkpoint
         self.parts.folder.forget_after(self.global_step)

@@ -11,7 +11,7 @@ from xrl_lite.settings import Settings
 
 
 class TrainerConfig(Settings):
-    """How large a step is, how many there are, and what an advantage is."""
+    """How large a step is, how many there are, and when a run stops by itself."""
 
     mode: Literal["sync"] = "sync"
     """Generation and training take turns: every sample is of the policy that is trained."""
@@ -22,14 +22,17 @@ class TrainerConfig(Settings):
     groups_per_step: int = Field(default=32, gt=0)
     """Groups that one step is trained on."""
 
-    advantage: str = "grpo"
-    """Advantage estimator: grpo, dr_grpo or rloo. All compare an attempt with its siblings."""
-
     max_failed_groups: int | None = Field(default=None, ge=0)
     """Groups that may fail while one batch is produced before the run stops; 4 batches' worth when not given."""
 
     max_steps_without_signal: int = Field(default=20, gt=0)
-    """Stop after so many steps in a row in which no group had two different rewards."""
+    """Stop after so many steps in a row in which no advantage differs from 0: no group had two different rewards."""
+
+    max_empty_steps: int = Field(default=5, gt=0)
+    """Stop after so many steps in a row without a single token to train on."""
+
+    warn_logprob_gap: float = Field(default=0.05, gt=0)
+    """Warn when the log-probs of trainer and rollout engine differ by more than this on average, in nats."""
 
     max_logprob_gap: float = Field(default=1.0, gt=0)
     """Stop when the log-probs of trainer and rollout engine differ by more than this on average: they then hold

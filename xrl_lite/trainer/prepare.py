@@ -1,82 +1,134 @@
-"""Scored groups in, one optimizer step out, with every condition checked where it can still name the sample."""
+"""Scored groups in, the trajectories of one step out, with every condition checked where it can still name the sample.
+
+What a trajectory is (the first that holds)::
+
+    input_ids and labels        rows that an agent built: prompt up to the first label, response from there
+    train_prompt_ids            (in extra_fields) the prompt as the model saw it, images expanded
+    prompt_ids, response_ids    prompt and response
+
+Response, mask and log-probs have one length; the advantages that are estimated later have it too.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-from xrl_lite.algorithms.estimators import AdvantageEstimator
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
 
 NOT_TRAINABLE = (Status.ABORTED, Status.FILTERED, Status.FAILED)
+IGNORED = -100
+"""Label of a token that is not trained on."""
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    prompt: list[int]
+    response: list[int]
+    mask: list[int]
+    logprobs: list[float]
 
 
 def prepare_train_data(
-    groups: Sequence[Sequence[RolloutState]], *, estimator: AdvantageEstimator
+    groups: Sequence[Sequence[RolloutState]], *, max_tokens: int | None = None, reward_keys: Sequence[str] = ()
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """Return the trajectories of all groups with their advantages, and metrics of the batch.
+    """Return the trajectories of all groups with their rewards, and metrics of the batch. Advantages are still 0.
 
-    FAILED, ABORTED and FILTERED attempts are left out; their siblings stay, and are compared among themselves.
+    FAILED, ABORTED and FILTERED attempts are left out; their siblings stay, and are compared among
+    themselves. Attempts of a group that share a `session_id` are one session: its reward is that of its last one, and
+    earlier ones need none.
 
     Args:
         groups: Attempts at each prompt.
-        estimator: Rewards and groups -> advantages.
+        max_tokens: Longest prompt and response together that the engine takes.
+        reward_keys: Parts of the reward that each must have.
 
     Raises:
         RunError: an attempt that should be trained on lacks something; names sample and field.
     """
-    import torch
-
     kept = [(number, state) for number, group in enumerate(groups) for state in group if _is_trainable(state)]
-    for _, state in kept:
-        _check(state)
-    rewards = torch.tensor([float(_reward(state)["score"]) for _, state in kept], dtype=torch.float64)
-    numbers = torch.tensor([number for number, _ in kept], dtype=torch.int64)
+    sessions = _number_sessions(kept)
+    last = dict(zip(sessions, range(len(kept)), strict=True))
+    for place, (_, state) in enumerate(kept):
+        _check_reward(state, reward_keys, needed=last[sessions[place]] == place)
+    tokens = [_tokens(state, max_tokens) for _, state in kept]
+    rewards = [_reward(kept[last[session]][1]) for session in sessions]
+    parts = {key: [_number(reward, key) for reward in rewards] for key in _numeric_keys(rewards)}
     batch = TrainBatch(
-        prompts=[list(state.prompt_ids or []) for _, state in kept],
-        responses=[list(state.response_ids or []) for _, state in kept],
-        response_masks=[_mask(state) for _, state in kept],
-        rollout_logprobs=[list(state.logprobs or []) for _, state in kept],
-        advantages=estimator(rewards, numbers).tolist(),
-        groups=numbers.tolist(),
+        prompts=[part.prompt for part in tokens],
+        responses=[part.response for part in tokens],
+        response_masks=[part.mask for part in tokens],
+        rollout_logprobs=[part.logprobs for part in tokens],
+        groups=[number for number, _ in kept],
+        sessions=sessions,
+        advantages=[[0.0] * len(part.response) for part in tokens],
+        rewards=[float(reward["score"]) for reward in rewards],
+        reward_parts=parts,
         temperature=_temperature([state for _, state in kept]),
     )
-    return batch, _metrics(groups, rewards, numbers)
+    return batch, _metrics(groups, batch, sorted(last.values()))
 
 
-def _metrics(groups: Sequence[Sequence[RolloutState]], rewards: Any, numbers: Any) -> dict[str, float]:
-    from xrl_lite.algorithms.advantages import zero_variance_groups  # loads torch
-
+def _metrics(
+    groups: Sequence[Sequence[RolloutState]], batch: TrainBatch, representatives: Sequence[int]
+) -> dict[str, float]:
     states = [state for group in groups for state in group]
     lengths = [len(state.response_ids or []) for state in states]
-    flat, num_groups = zero_variance_groups(rewards, numbers)
-    spread = [rewards[numbers == number].std(correction=0).item() for number in numbers.unique()]
     metrics = {
-        "reward": rewards.mean().item(),
-        "reward_std": sum(spread) / len(spread),
-        "frac_reward_zero_std": flat / num_groups,
-        "completions/mean_length": sum(lengths) / len(lengths),
-        "completions/max_length": float(max(lengths)),
-        "completions/clipped_ratio": sum(state.finish_reason == "length" for state in states) / len(states),
+        "completions/mean_length": sum(lengths) / max(len(lengths), 1),
+        "completions/max_length": float(max(lengths, default=0)),
+        "completions/clipped_ratio": sum(state.finish_reason == "length" for state in states) / max(len(states), 1),
         "completions/failed": float(sum(not _is_trainable(state) for state in states)),
+        "prompts/mean_length": sum(map(len, batch.prompts)) / max(len(batch), 1),
         "num_tokens": float(sum(lengths)),
     }
-    return metrics | _reward_parts([_reward(state) for state in states if _is_trainable(state)])
+    if not representatives:
+        return metrics
+    one_each = batch.select(list(representatives))
+    return metrics | _reward_metrics(one_each) | _part_means(one_each)
 
 
-def _reward_parts(rewards: list[dict[str, Any]]) -> dict[str, float]:
+def _reward_metrics(sessions: TrainBatch) -> dict[str, float]:
+    import torch
+
+    from xrl_lite.algorithms.advantages.groups import zero_variance_groups  # loads torch
+
+    rewards = torch.tensor(sessions.rewards, dtype=torch.float64)
+    numbers = torch.tensor(sessions.groups)
+    flat, num_groups = zero_variance_groups(rewards, numbers)
+    spread = [rewards[numbers == number].std(correction=0).item() for number in numbers.unique()]
+    return {
+        "reward": rewards.mean().item(),
+        "reward_std": sum(spread) / len(spread),
+        "reward_min": rewards.min().item(),
+        "reward_max": rewards.max().item(),
+        "frac_reward_zero_std": flat / num_groups,
+        "num_groups_zero_std": float(flat),
+    }
+
+
+def _part_means(sessions: TrainBatch) -> dict[str, float]:
     """Mean of every numeric part of the rewards over the samples that have it."""
-    parts: dict[str, float] = {}
-    for name in sorted({name for reward in rewards for name in reward}):
-        numbers = [float(reward[name]) for reward in rewards if isinstance(reward.get(name), Real)]
-        values = [number for number in numbers if math.isfinite(number)]
-        if values:
-            parts[f"rewards/{name}/mean"] = sum(values) / len(values)
-    return parts
+    means: dict[str, float] = {}
+    for name, values in sorted((sessions.reward_parts or {}).items()):
+        finite = [value for value in values if math.isfinite(value)]
+        if finite:
+            means[f"rewards/{name}/mean"] = sum(finite) / len(finite)
+    return means
+
+
+def _number_sessions(kept: Sequence[tuple[int, RolloutState]]) -> list[int]:
+    """A number for each attempt; attempts of one group with the same session_id share it."""
+    numbers: dict[object, int] = {}
+    return [
+        numbers.setdefault((group, state.session_id) if state.session_id is not None else place, len(numbers))
+        for place, (group, state) in enumerate(kept)
+    ]
 
 
 def _is_trainable(state: RolloutState) -> bool:
@@ -88,36 +140,94 @@ def _reward(state: RolloutState) -> dict[str, Any]:
     return state.reward
 
 
-def _mask(state: RolloutState) -> list[int]:
-    return list(state.response_mask) if state.response_mask is not None else [1] * len(state.response_ids or [])
+def _numeric_keys(rewards: Sequence[dict[str, Any]]) -> list[str]:
+    return sorted({key for reward in rewards for key, value in reward.items() if isinstance(value, Real)})
+
+
+def _number(reward: dict[str, Any], key: str) -> float:
+    value = reward.get(key)
+    return float(value) if isinstance(value, Real) else math.nan
 
 
 def _temperature(states: list[RolloutState]) -> float:
     temperatures = {state.sample_params.temperature for state in states}
-    if len(temperatures) != 1:
+    if len(temperatures) > 1:
         raise RunError(f"All samples of a step must have one temperature, got {sorted(temperatures)}.")
-    return temperatures.pop()
+    return temperatures.pop() if temperatures else 1.0
 
 
-def _check(state: RolloutState) -> None:
+def _check_reward(state: RolloutState, keys: Sequence[str], *, needed: bool) -> None:
     reward = state.reward
-    num_tokens = len(state.response_ids or [])
     if reward is None:
+        if not needed:
+            return
         raise _unusable(state, "reward", "it is None. Does the task have a judger?")
-    score = reward.get("score")
-    if not isinstance(score, Real) or not math.isfinite(score):
-        raise _unusable(state, "reward['score']", f"it must be a finite number, got {score!r} in {reward!r}")
-    if num_tokens == 0:
-        raise _unusable(state, "response_ids", "it is empty")
-    for field in ("response_mask", "logprobs"):
-        value = getattr(state, field)
-        if value is None and field == "response_mask":
-            continue
-        if value is None or len(value) != num_tokens:
-            given = "None" if value is None else f"{len(value)} values"
-            raise _unusable(state, field, f"it has {given} for {num_tokens} response tokens")
-    if not all(map(math.isfinite, state.logprobs or ())):
+    for key in ("score", *keys):
+        value = reward.get(key)
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise _unusable(state, f"reward[{key!r}]", f"it must be a finite number, got {value!r} in {reward!r}")
+
+
+def _tokens(state: RolloutState, max_tokens: int | None) -> _Tokens:
+    if state.mm_info is not None and state.mm_info.pixel_values is not None:
+        raise _unusable(state, "mm_info", "it has images, and the training engines take text only")
+    if state.input_ids is not None or state.labels is not None:
+        tokens = _agent_tokens(state)
+    else:
+        tokens = _response_tokens(state)
+    if not tokens.prompt:
+        raise _unusable(state, "prompt_ids", "it is empty: the first response token is predicted from the prompt")
+    if not all(map(math.isfinite, tokens.logprobs)):
         raise _unusable(state, "logprobs", "not all are finite; are the weights, or top_p and top_k, all right?")
+    total = len(tokens.prompt) + len(tokens.response)
+    if max_tokens is not None and total > max_tokens:
+        raise _unusable(
+            state,
+            "prompt_ids and response_ids",
+            f"together they have {total} tokens, more than engine.max_tokens_per_micro_batch={max_tokens}",
+        )
+    return tokens
+
+
+def _response_tokens(state: RolloutState) -> _Tokens:
+    response = list(state.response_ids or [])
+    if not response:
+        raise _unusable(state, "response_ids", "it is empty")
+    if state.response is None:  # "" is the text of a response that ends at once
+        raise _unusable(state, "response", "it is None, though there are response tokens")
+    mask = list(state.response_mask) if state.response_mask is not None else [1] * len(response)
+    for field, value in (("response_mask", mask), ("logprobs", state.logprobs)):
+        if value is None or len(value) != len(response):
+            given = "None" if value is None else f"{len(value)} values"
+            raise _unusable(state, field, f"it has {given} for {len(response)} response tokens")
+    if not set(mask) <= {0, 1}:
+        raise _unusable(state, "response_mask", f"it must hold 0 and 1 only, got {sorted(set(mask))}")
+    prompt = state.extra_fields.get("train_prompt_ids") or state.prompt_ids or []
+    return _Tokens(list(prompt), response, mask, _under(mask, state.logprobs or []))
+
+
+def _agent_tokens(state: RolloutState) -> _Tokens:
+    """Rows with labels: everything from the first label on is response, what has no label has mask 0."""
+    ids, labels, logprobs = state.input_ids or [], state.labels or [], state.logprobs or []
+    for field, value in (("labels", labels), ("logprobs", logprobs)):
+        if len(value) != len(ids):
+            raise _unusable(state, field, f"it has {len(value)} values for {len(ids)} input_ids")
+    trained = [place for place, label in enumerate(labels) if label != IGNORED]
+    if not trained:
+        raise _unusable(state, "labels", f"all are {IGNORED}, so there is nothing to train on")
+    for place in trained:
+        if labels[place] != ids[place]:
+            raise _unusable(
+                state, "labels", f"at {place} it has {labels[place]}, input_ids has {ids[place]}: not shifted, please"
+            )
+    start = trained[0]
+    mask = [int(label != IGNORED) for label in labels[start:]]
+    return _Tokens(ids[:start], ids[start:], mask, _under(mask, logprobs[start:]))
+
+
+def _under(mask: Sequence[int], logprobs: Sequence[float]) -> list[float]:
+    """Log-probs of the trained tokens, 0 elsewhere: an engine has none, or NaN, for tokens that it did not sample."""
+    return [value if bit else 0.0 for bit, value in zip(mask, logprobs, strict=True)]
 
 
 def _unusable(state: RolloutState, field: str, problem: str) -> RunError:

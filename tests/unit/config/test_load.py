@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from tests.build import run_settings
-from xrl_lite.config import load_config
+from xrl_lite.algorithms import register_adv_est
+from xrl_lite.config import dump_config, load_config
 from xrl_lite.config.describe import describe
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.errors import ConfigError
@@ -89,8 +90,75 @@ def test_unknown_component_names_the_closest(tmp_path: Path, override: str, want
     assert wanted in refusal(write(tmp_path), override)
 
 
-def test_unknown_advantage_names_the_closest(tmp_path: Path) -> None:
-    assert "Did you mean 'grpo'?" in refusal(write(tmp_path), "trainer.advantage=grop")
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["algorithm.advantage=grop"], "Did you mean 'grpo'?"),
+        (["algorithm.policy_loss=gsop"], "Did you mean 'gspo'?"),
+        (["algorithm.policy_loss=dro"], "policy_loss dro needs dro_beta above 0"),
+        (["algorithm.policy_loss={clip_ratio_lo: 0.1}"], "Did you mean 'clip_ratio_low'?"),
+        (
+            ["algorithm.policy_loss=gspo", "algorithm.loss_agg_mode=token-mean"],
+            "with loss_agg_mode=seq-mean-token-mean",
+        ),
+        (["algorithm.loss_agg_mode=token_mean"], "'token-mean'"),
+        (["algorithm.kl_loss_type=full"], "'low_var_kl'"),
+        (["algorithm.distillation={teacher: t, loss_mode: k4}"], "Unknown distillation loss 'k4'"),
+        (["algorithm.advantage=gae"], "needs values, which nothing in these settings produces. A critic is needed"),
+        (["algorithm.advantage=passk"], "algorithm.passk_k (4) must be below"),
+        (["engine={max_tokens_per_micro_batch: 6, max_tokens_per_row: 4}"], "may have 7 tokens together, more than"),
+        (["algorithm.gdpo_reward_weights=[1, 2]"], "one weight for each of gdpo_reward_keys=None, got 2"),
+        (["algorithm.rollout_correction=decoupled_seq"], "Did you mean 'decoupled_seq_is'?"),
+        (["algorithm.rollout_correction={rollout_rs: token_k1}"], "needs rollout_rs_threshold"),
+        (
+            ["algorithm.policy_loss=gspo", "algorithm.rollout_correction=bypass_pg_is"],
+            "takes the place of the policy loss, so policy_loss=gspo would be ignored",
+        ),
+        (
+            ["task.agent_loop_config.sample_params.top_p=0.8"],
+            "changes the distribution that is sampled from: {'top_p': 0.8}",
+        ),
+    ],
+)
+def test_algorithms_that_cannot_be_meant_are_refused(tmp_path: Path, overrides: list[str], wanted: str) -> None:
+    assert wanted in refusal(write(tmp_path), *overrides)
+
+
+def test_an_estimator_of_user_code_is_refused_without_what_it_needs(tmp_path: Path) -> None:
+    register_adv_est("test_needs_reference", requires={"ref_log_prob", "rollout_is_weights"})(lambda **_: None)
+    text = refusal(write(tmp_path), "algorithm.advantage=test_needs_reference")
+    assert "needs ref_log_prob, rollout_is_weights" in text
+    assert "Set algorithm.use_kl_in_reward or algorithm.use_kl_loss." in text
+    enough = ["algorithm.use_kl_loss=true", "algorithm.rollout_correction=decoupled_token_is"]
+    load_config(write(tmp_path), ["algorithm.advantage=test_needs_reference", *enough])
+
+
+def test_estimators_that_need_no_siblings_take_groups_of_one(tmp_path: Path) -> None:
+    alone = ["task.sampler_config.prompt_repeat_k=1"]
+    for name in ("reinforce_plus_plus", "remax"):
+        load_config(write(tmp_path), [*alone, f"algorithm.advantage={name}"])
+    for name in ("rloo", "opo", "gdpo", "optimal_token_baseline", "reinforce_plus_plus_baseline"):
+        assert "compares an attempt with its siblings" in refusal(
+            write(tmp_path), *alone, f"algorithm.advantage={name}"
+        )
+
+
+def test_names_and_mappings_of_algorithms_are_read(tmp_path: Path) -> None:
+    config = load_config(
+        write(tmp_path),
+        [
+            "algorithm.advantage=rloo",
+            "algorithm.policy_loss={loss_mode: vanilla, clip_ratio: 0.1, clip_ratio_high: 0.3}",
+            "algorithm.rollout_correction={preset: decoupled_token_icepop, rollout_is_threshold: [0.5, 2]}",
+            "algorithm.loss_agg_mode=seq-mean-token-sum-norm",
+        ],
+    )
+    loss, correction = config.algorithm.policy_loss, config.algorithm.rollout_correction
+    assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.1, 0.3)
+    assert correction is not None
+    assert correction.is_bounds == (0.5, 2.0)
+    assert config.resolved_algorithm.loss_scale_factor == 6.0  # the longest response of these settings
+    assert RunConfig.model_validate(yaml.safe_load(dump_config(config))) == config
 
 
 def test_python_config_takes_overrides(tmp_path: Path) -> None:
