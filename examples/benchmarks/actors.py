@@ -71,8 +71,8 @@ class Effort:
     num_large: int
 
 
-FULL = Effort(num_round_trips=2000, num_waves=5, num_large=3)
-QUICK = Effort(num_round_trips=300, num_waves=1, num_large=3)
+FULL = Effort(num_round_trips=2000, num_waves=5, num_large=7)
+QUICK = Effort(num_round_trips=300, num_waves=1, num_large=5)
 
 
 def noop(_payload: Any) -> None:
