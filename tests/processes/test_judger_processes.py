@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.build import judger_system
 from tests.processes import judger_bodies as bodies
 from tests.unit.judger.states import make_state
 from xrl_lite.actors import ActorSystem, CPUResourceManager, CPUResourcesConfig, set_cpu_resource_manager
@@ -27,7 +28,6 @@ from xrl_lite.judger import (
     RemoteJudger,
     self_test,
 )
-from xrl_lite.judger.build import PRELOAD
 
 pytestmark = pytest.mark.process
 
@@ -36,13 +36,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[ActorSystem]:
-    system = ActorSystem(num_cpus=4)
-    # the fork server belongs to the module, so it has to be there before the first test counts processes
-    first = system.spawn(dict, preload=PRELOAD)
-    first.ready().result(30.0)
-    first.stop().result(30.0)
-    yield system
-    system.shutdown_now()
+    with judger_system() as system:
+        yield system
 
 
 @pytest.fixture
