@@ -24,6 +24,7 @@ from xrl_lite.judger import (
     Judger,
     JudgerConfig,
     JudgerPool,
+    MathJudgerConfig,
     NativeJudger,
     RemoteJudger,
     self_test,
@@ -167,6 +168,20 @@ async def test_signals_work_in_a_worker(system: ActorSystem) -> None:
     async with config(bodies.alarm).build(system) as judger:
         (state,) = await judge_all(judger, ["x"])
         assert state.reward == {"score": 1.0}, state.error_msg
+
+
+async def test_r12_the_limits_of_math_verify_hold_in_a_worker(system: ActorSystem) -> None:
+    resources = CPUResourcesConfig(num_workers=1)
+    async with MathJudgerConfig(step_timeout=1, cpu_resources=resources).build(system) as judger:
+        responses = [r"\boxed{9^{9^{9^9}}}", r"\boxed{10^{10^{10}}}"]
+        states = [make_state(response, "10^{10^{10}}") for response in responses]
+        judged = await asyncio.gather(*map(judger.judge, states))
+        assert [outcome(state) for state in judged] == ["timeout", "ok"]
+        assert "math-verify" in str(judged[0].error_msg)
+        assert (await judger.judge(make_state(r"\boxed{\frac{2}{4} + 0}", r"\frac{1}{2}"))).reward == {
+            "score": 1.0,
+            "acc": True,
+        }
 
 
 @pytest.mark.parametrize("culprit", ["sleep", "segfault", "raise what does not pickle"])

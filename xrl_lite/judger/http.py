@@ -16,7 +16,6 @@ from xrl_lite.judger.outcome import JudgementTimeoutError, RewardValueError
 if TYPE_CHECKING:
     import httpx
 
-_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _MAX_BACKOFF_S = 10.0
 _SHOWN = 200
 
@@ -100,7 +99,7 @@ class HttpScorer:
             wait_s = self._backoff_s * 2**tried * self._jitter.uniform(0.75, 1.25)
             can_retry = tried < self._max_retries and monotonic() + wait_s < deadline
             answer = await self._post(body, swallow=can_retry)
-            if answer is not None and not (can_retry and answer.status_code in _RETRIED_STATUSES):
+            if answer is not None and not (can_retry and may_pass(answer.status_code)):
                 return _read_json(answer, self.url)
             await anyio.sleep(min(_retry_after(answer, wait_s), _MAX_BACKOFF_S))
         raise AssertionError("the last try returns or raises")
@@ -121,6 +120,11 @@ class HttpScorer:
             if not swallow:
                 raise
             return None
+
+
+def may_pass(status: int) -> bool:
+    """Return whether the trouble that an HTTP status stands for may be over at the next try."""
+    return status in (408, 429) or status >= 500
 
 
 async def _open_client(

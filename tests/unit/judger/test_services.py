@@ -54,7 +54,7 @@ async def test_body_and_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", [408, 429, 500, 502, 503, 504, httpx.ConnectError("refused"), httpx.ReadError("cut")]
+    "trouble", [408, 429, 500, 502, 503, 504, 529, httpx.ConnectError("refused"), httpx.ReadError("cut")]
 )
 async def test_passing_trouble_is_retried(trouble: Any) -> None:
     first = httpx.Response(trouble) if isinstance(trouble, int) else trouble
