@@ -52,15 +52,17 @@ def compute_reward(response: str, label: Any, extra_info: Mapping[str, Any]) -> 
 
 
 def _is_equivalent(given: str, right: str, *, step_timeout: int) -> bool:
-    from math_verify import parse, verify  # loads sympy, half a second
+    import math_verify  # loads sympy, half a second
     from math_verify.errors import TimeoutException
+
+    library: Any = math_verify  # its hints are narrower than what it takes
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns of limits left off, which is meant
     limit = step_timeout if threading.current_thread() is threading.main_thread() else None
     try:
-        gold: Any = parse(right, parsing_timeout=limit, raise_on_error=True)  # pyright: ignore[reportArgumentType]
-        answer: Any = parse(given, parsing_timeout=limit, raise_on_error=True)  # pyright: ignore[reportArgumentType]
-        return bool(verify(gold, answer, timeout_seconds=limit, raise_on_error=True))
+        gold = library.parse(right, parsing_timeout=limit, raise_on_error=True)
+        answer = library.parse(given, parsing_timeout=limit, raise_on_error=True)
+        return bool(library.verify(gold, answer, timeout_seconds=limit, raise_on_error=True))
     except TimeoutException as error:  # a BaseException, which would end a worker
         raise JudgementTimeoutError(f"math-verify: {str(error)[:200]} after {step_timeout} s") from error
 
