@@ -42,6 +42,7 @@ from xrl_lite.judger.outcome import (
     UnsupportedCallError,
 )
 from xrl_lite.judger.pool import JudgerPool
+from xrl_lite.judger.presets.code import CodeJudger, CodeJudgerConfig
 from xrl_lite.judger.presets.compass_verifier_v2 import CompassVerifierV2, CompassVerifierV2Config
 from xrl_lite.judger.presets.dapo_math import DapoMathJudgerConfig
 from xrl_lite.judger.presets.exact_match import ExactMatchJudgerConfig
@@ -57,6 +58,8 @@ __all__ = [
     "AnyJudgerConfig",
     "ArealReward",
     "BaseJudger",
+    "CodeJudger",
+    "CodeJudgerConfig",
     "CompassVerifierV2",
     "CompassVerifierV2Config",
     "ComposedJudger",

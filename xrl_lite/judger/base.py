@@ -15,6 +15,7 @@ there, a list where one output belongs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
@@ -72,6 +73,14 @@ class BaseJudger:
     def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
         """Return a response that must get a higher score than others when `label` is right; None if unknown."""
         return None
+
+    def wrong_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return a response that must get a lower score when `label` is right; None if unknown."""
+        return self.gold_response(rollout_state, other_label(label))
+
+    def parts(self, rollout_state: RolloutState) -> list[BaseJudger]:
+        """Return the judgers that a state goes to: this one, or the branches that it selects."""
+        return [self]
 
     def statistics(self, *, reset: bool = False) -> Statistics:
         """Return counts of outcomes and times for each judger inside this one, by name."""
@@ -267,6 +276,15 @@ async def within(limit_s: float, judge: Callable[[Any], Any], payload: Any) -> A
     with anyio.move_on_after(limit_s):
         return await judge(payload)
     raise JudgementTimeoutError(f"no reward within {limit_s:g} s (request_timeout)")
+
+
+def other_label(label: Any) -> str:
+    """Return a label that is certainly not this one: another number if it holds one, else another text."""
+    text = str(label)
+    number = re.search(r"\d+(?!.*\d)", text, re.DOTALL)
+    if number is None:
+        return f"not {text}"
+    return f"{text[: number.start()]}{int(number[0]) + 1}{text[number.end() :]}"
 
 
 def label_of(rollout_state: RolloutState) -> Any:

@@ -28,6 +28,7 @@ JUDGERS: Registry[type[BaseModel]] = Registry(
         "math": "xrl_lite.judger.presets.math:MathJudgerConfig",
         "dapo_math": "xrl_lite.judger.presets.dapo_math:DapoMathJudgerConfig",
         "geo3k": "xrl_lite.judger.presets.geo3k:GEO3KJudgerConfig",
+        "code": "xrl_lite.judger.presets.code:CodeJudgerConfig",
         "compass_verifier_v2": "xrl_lite.judger.presets.compass_verifier_v2:CompassVerifierV2Config",
     },
 )

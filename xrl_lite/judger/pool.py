@@ -61,6 +61,10 @@ class JudgerPool(Judger):
         """Return what the first replica says."""
         return self.replicas[0].gold_response(rollout_state, label)
 
+    def wrong_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return what the first replica says."""
+        return self.replicas[0].wrong_response(rollout_state, label)
+
     async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         """Score at the next replica that has a place; a list goes to one replica as a whole.
 

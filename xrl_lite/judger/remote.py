@@ -101,6 +101,10 @@ class RemoteJudger(Judger):
         """Return what the judger behind it says."""
         return None if self.preprocess_judger is None else self.preprocess_judger.gold_response(rollout_state, label)
 
+    def wrong_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return what the judger behind it says."""
+        return None if self.preprocess_judger is None else self.preprocess_judger.wrong_response(rollout_state, label)
+
     async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         """Score in the worker. Waits for a place at it; cancelling frees the place, and the worker.
 
