@@ -49,6 +49,9 @@ from xrl_lite.judger.presets.exact_match import ExactMatchJudgerConfig
 from xrl_lite.judger.presets.geo3k import GEO3KJudgerConfig
 from xrl_lite.judger.presets.gsm8k import GSM8KJudgerConfig
 from xrl_lite.judger.presets.math import MathJudgerConfig
+from xrl_lite.judger.presets.search_qa import SearchQAJudgerConfig
+from xrl_lite.judger.presets.verl import VerlJudgerConfig, default_compute_score
+from xrl_lite.judger.rate_limit import RateLimit
 from xrl_lite.judger.remote import JudgerActor, RayJudger, RayJudgerProxy, RemoteJudger
 from xrl_lite.judger.self_test import SelfTestResult, self_test
 
@@ -87,20 +90,24 @@ __all__ = [
     "NativeJudger",
     "OpenRlhfReward",
     "Outcome",
+    "RateLimit",
     "RayJudger",
     "RayJudgerProxy",
     "RemoteJudger",
     "RewardAdapter",
     "RewardValueError",
+    "SearchQAJudgerConfig",
     "SelfTestResult",
     "SkipSampleError",
     "TrlChatReward",
     "TrlReward",
     "UnsupportedCallError",
     "VerlBatchReward",
+    "VerlJudgerConfig",
     "VerlReward",
     "XtunerReward",
     "build_judger",
+    "default_compute_score",
     "judger_metrics",
     "self_test",
     "weighted_merge",

@@ -36,8 +36,9 @@ from xrl_lite.judger.outcome import (
     classify,
     no_worker_left,
 )
+from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.reward_check import check_reward
-from xrl_lite.judger.stopwatch import stopwatch
+from xrl_lite.judger.stopwatch import execution_starts, stopwatch
 from xrl_lite.judger.whereabouts import name_dynamic_code
 
 JudgerPayload: TypeAlias = dict[str, Any]
@@ -116,6 +117,9 @@ class Judger(BaseJudger):
 
     limits_itself: ClassVar[bool] = False
     """Whether `judge_payload` keeps to `request_timeout` on its own, from when it starts to run."""
+
+    rate_limiter: RateLimiter | None = None
+    """Holds judgements back before they run; set by the config that builds the judger."""
 
     _ledger: Ledger | None = None
 
@@ -262,6 +266,9 @@ class Judger(BaseJudger):
         self.ledger.enter(judgement, sample, self.policy)
 
     async def _judge_within_limit(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        if self.rate_limiter is not None:
+            await self.rate_limiter.wait()
+            execution_starts()
         if self.limits_itself:
             return await self.judge_payload(payload)
         return await within(self.policy.request_timeout, self.judge_payload, payload)

@@ -29,6 +29,8 @@ JUDGERS: Registry[type[BaseModel]] = Registry(
         "dapo_math": "xrl_lite.judger.presets.dapo_math:DapoMathJudgerConfig",
         "geo3k": "xrl_lite.judger.presets.geo3k:GEO3KJudgerConfig",
         "code": "xrl_lite.judger.presets.code:CodeJudgerConfig",
+        "search_qa": "xrl_lite.judger.presets.search_qa:SearchQAJudgerConfig",
+        "verl": "xrl_lite.judger.presets.verl:VerlJudgerConfig",
         "compass_verifier_v2": "xrl_lite.judger.presets.compass_verifier_v2:CompassVerifierV2Config",
     },
 )

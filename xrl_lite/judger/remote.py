@@ -194,7 +194,7 @@ class JudgerActor:
 
     def _run(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         if _a_loop_runs_here():  # a backend without processes
-            return _run_in_thread(self.judger, payload)
+            return run_to_end(self.judger, payload)
         if self._runner is None:
             self._runner = asyncio.Runner()  # kept: clients and limiters belong to a loop
         return self._runner.run(self.judger.judge_payload(payload))
@@ -231,7 +231,8 @@ def _a_loop_runs_here() -> bool:
     return True
 
 
-def _run_in_thread(judger: Judger, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+def run_to_end(judger: Judger, payload: JudgerPayloadBatch) -> Any:
+    """Return what an async judger says, out of sync code: in a thread, as a loop may run in this one."""
     results: list[JudgerOutputBatch] = []
     errors: list[Exception] = []
 

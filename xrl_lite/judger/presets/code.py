@@ -117,8 +117,8 @@ def read_tests(label: Any) -> Tests:
     if not tests:
         raise DataError(
             f"the label holds no tests that are understood: {repr(cast('object', label))[:_SHOWN]}. Give "
-            f"{{'inputs': [...], 'outputs': [...]}}, with 'fn_name' for a function, a list of {{'input', 'output'}}, or "
-            f"assert statements."
+            f"{{'inputs': [...], 'outputs': [...]}}, with 'fn_name' for a function, a list of {{'input', 'output'}}, "
+            f"or assert statements."
         )
     return tests
 
@@ -360,17 +360,18 @@ def _is_answer(answer: Any, expected: Any) -> bool:
 
 def _same_value(given: Any, expected: Any) -> bool:
     if isinstance(given, float) or isinstance(expected, float):
-        numbers = [value for value in (given, expected) if isinstance(value, int | float)]
-        return len(numbers) == 2 and math.isclose(*numbers, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        if not (isinstance(given, int | float) and isinstance(expected, int | float)):
+            return False
+        return math.isclose(given, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
     if isinstance(given, list) and isinstance(expected, list | tuple):
-        ones, others = cast("list[Any]", given), cast("Sequence[Any]", expected)
+        ones, others = list(cast("list[Any]", given)), list(cast("Sequence[Any]", expected))
         return len(ones) == len(others) and all(map(_same_value, ones, others))
     if isinstance(given, dict) and isinstance(expected, dict):
         one, other = cast("dict[str, Any]", given), cast("dict[Any, Any]", expected)
         return one.keys() == {str(key) for key in other} and all(
             _same_value(one[str(key)], value) for key, value in other.items()
         )
-    return type(given) is type(expected) and given == expected
+    return isinstance(given, bool) is isinstance(expected, bool) and given == expected
 
 
 def _why(result: SandboxResult, expected: str | None = None) -> str:

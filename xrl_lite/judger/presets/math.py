@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from xrl_lite.errors import ConfigError
 from xrl_lite.judger.base import Judger
-from xrl_lite.judger.config import CallableOrPath, JudgerConfig
+from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.math_answers import final_answer, same_answer
 from xrl_lite.judger.outcome import JudgementTimeoutError
 
@@ -83,7 +83,7 @@ class MathJudgerConfig(JudgerConfig):
     judger_name: str = "math"
     """Name in messages and metrics."""
 
-    reward_handler: CallableOrPath | None = Field(default_factory=lambda: compute_reward, exclude=True)
+    reward_handler: RewardCode = Field(default_factory=lambda: compute_reward, exclude=True)
     """What scores."""
 
     step_timeout: int = Field(default=DEFAULT_STEP_TIMEOUT_S, gt=0)
