@@ -48,7 +48,14 @@ from xrl_lite.judger.presets.dapo_math import DapoMathJudgerConfig
 from xrl_lite.judger.presets.exact_match import ExactMatchJudgerConfig
 from xrl_lite.judger.presets.geo3k import GEO3KJudgerConfig
 from xrl_lite.judger.presets.gsm8k import GSM8KJudgerConfig
+from xrl_lite.judger.presets.llm_judge import LlmJudger, LlmJudgerConfig
 from xrl_lite.judger.presets.math import MathJudgerConfig
+from xrl_lite.judger.presets.reward_model import (
+    ClassifyJudger,
+    ClassifyJudgerConfig,
+    RewardModelJudger,
+    RewardModelJudgerConfig,
+)
 from xrl_lite.judger.presets.search_qa import SearchQAJudgerConfig
 from xrl_lite.judger.presets.verl import VerlJudgerConfig, default_compute_score
 from xrl_lite.judger.rate_limit import RateLimit
@@ -61,6 +68,8 @@ __all__ = [
     "AnyJudgerConfig",
     "ArealReward",
     "BaseJudger",
+    "ClassifyJudger",
+    "ClassifyJudgerConfig",
     "CodeJudger",
     "CodeJudgerConfig",
     "CompassVerifierV2",
@@ -86,6 +95,8 @@ __all__ = [
     "JudgerPayload",
     "JudgerPayloadBatch",
     "JudgerPool",
+    "LlmJudger",
+    "LlmJudgerConfig",
     "MathJudgerConfig",
     "NativeJudger",
     "OpenRlhfReward",
@@ -95,6 +106,8 @@ __all__ = [
     "RayJudgerProxy",
     "RemoteJudger",
     "RewardAdapter",
+    "RewardModelJudger",
+    "RewardModelJudgerConfig",
     "RewardValueError",
     "SearchQAJudgerConfig",
     "SelfTestResult",

@@ -123,6 +123,9 @@ class Judger(BaseJudger):
 
     _ledger: Ledger | None = None
 
+    def prepare(self) -> None:
+        """Load what is costly. Called in a worker before its first judgement, and there no limit runs yet."""
+
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return what `judge_payload` needs, and no more: it may travel to another process."""
         return {

@@ -31,6 +31,9 @@ JUDGERS: Registry[type[BaseModel]] = Registry(
         "code": "xrl_lite.judger.presets.code:CodeJudgerConfig",
         "search_qa": "xrl_lite.judger.presets.search_qa:SearchQAJudgerConfig",
         "verl": "xrl_lite.judger.presets.verl:VerlJudgerConfig",
+        "llm_judge": "xrl_lite.judger.presets.llm_judge:LlmJudgerConfig",
+        "reward_model": "xrl_lite.judger.presets.reward_model:RewardModelJudgerConfig",
+        "reward_model_http": "xrl_lite.judger.presets.reward_model:ClassifyJudgerConfig",
         "compass_verifier_v2": "xrl_lite.judger.presets.compass_verifier_v2:CompassVerifierV2Config",
     },
 )

@@ -101,7 +101,7 @@ class HttpScorer:
             answer = await self._post(body, swallow=can_retry)
             if answer is not None and not (can_retry and may_pass(answer.status_code)):
                 return _read_json(answer, self.url)
-            await anyio.sleep(min(_retry_after(answer, wait_s), _MAX_BACKOFF_S))
+            await anyio.sleep(retry_after(answer, wait_s))
         raise AssertionError("the last try returns or raises")
 
     async def aclose(self) -> None:
@@ -145,6 +145,7 @@ def _read_json(answer: httpx.Response, url: str) -> Any:
         raise RewardValueError(f"{url} answered {kind} instead of JSON: {answer.text[:_SHOWN]!r}") from error
 
 
-def _retry_after(answer: httpx.Response | None, wait_s: float) -> float:
+def retry_after(answer: httpx.Response | None, wait_s: float) -> float:
+    """Return the seconds that an answer asks to wait, or else `wait_s`; never very many."""
     told = answer.headers.get("retry-after", "") if answer is not None else ""
-    return float(told) if told.isdigit() else wait_s
+    return min(float(told) if told.isdigit() else wait_s, _MAX_BACKOFF_S)

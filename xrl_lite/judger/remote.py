@@ -165,6 +165,7 @@ class JudgerActor:
 
     def __init__(self, judger_config: BuildsJudger) -> None:
         self.judger = judger_config.build_local()
+        self.judger.prepare()
         self._runner: asyncio.Runner | None = None
 
     def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
