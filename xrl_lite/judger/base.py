@@ -16,7 +16,7 @@ there, a list where one output belongs.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias, cast
@@ -38,7 +38,7 @@ from xrl_lite.judger.outcome import (
 )
 from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.reward_check import check_reward
-from xrl_lite.judger.stopwatch import execution_starts, stopwatch
+from xrl_lite.judger.stopwatch import Stopwatch, execution_starts
 from xrl_lite.judger.whereabouts import name_dynamic_code
 
 JudgerPayload: TypeAlias = dict[str, Any]
@@ -183,7 +183,7 @@ class Judger(BaseJudger):
 
     async def trial(self, rollout_state: RolloutState) -> RolloutState:
         """Score one state without counting it, and raise whatever the reward code raises. For self-tests."""
-        output = await self._judge_within_limit(self.preprocess(rollout_state))
+        output = await self._start(self.preprocess(rollout_state))
         judged = self.postprocess(rollout_state, cast("JudgerOutput", output))
         check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
         return judged
@@ -212,9 +212,9 @@ class Judger(BaseJudger):
             JudgerError: no judgement can be made any more.
         """
         name = self.get_judger_name()
-        with stopwatch() as watch:
+        with Stopwatch() as watch:
             try:
-                output = await self._judge_within_limit(make_payload())
+                output = await self._start(make_payload())
             except (JudgerMisuseError, JudgerError):
                 raise
             except ActorUnavailableError as error:
@@ -268,10 +268,17 @@ class Judger(BaseJudger):
         rollout_state.extra_fields = {**rollout_state.extra_fields, "judgement": judgement.record(sample)}
         self.ledger.enter(judgement, sample, self.policy)
 
-    async def _judge_within_limit(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    def _start(self, payload: JudgerPayloadBatch) -> Coroutine[Any, Any, JudgerOutputBatch]:
+        """Return `judge_payload` under way, with what holds it back and ends it; no frame more than that takes."""
         if self.rate_limiter is not None:
-            await self.rate_limiter.wait()
-            execution_starts()
+            return self._wait_and_judge(self.rate_limiter, payload)
+        if self.limits_itself:
+            return self.judge_payload(payload)
+        return within(self.policy.request_timeout, self.judge_payload, payload)
+
+    async def _wait_and_judge(self, limiter: RateLimiter, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        await limiter.wait()
+        execution_starts()
         if self.limits_itself:
             return await self.judge_payload(payload)
         return await within(self.policy.request_timeout, self.judge_payload, payload)

@@ -69,9 +69,9 @@ class JudgementPolicy:
     """So many failures before the first success stop the run; 0 never stops it."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Judgement:
-    """One ended judgement of one sample, or of a batch that was judged in one call."""
+    """One ended judgement of one sample, or of a batch that was judged in one call. Is not changed once made."""
 
     judger: str
     """Name of the judger."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import CoroutineType
 from typing import Any
 
 import anyio
@@ -65,14 +66,14 @@ class JudgerPool(Judger):
         """Return what the first replica says."""
         return self.replicas[0].wrong_response(rollout_state, label)
 
-    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    def judge_payload(self, payload: JudgerPayloadBatch) -> CoroutineType[Any, Any, JudgerOutputBatch]:
         """Score at the next replica that has a place; a list goes to one replica as a whole.
 
         Raises:
             JudgerError: no replica has a worker left.
             Exception: what the replica raised.
         """
-        return await self._dispatcher.run(payload)
+        return self._dispatcher.run(payload)
 
     def get_worker_status(self) -> dict[str, int]:
         """Return what is in flight at each replica."""

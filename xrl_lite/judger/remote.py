@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Sequence
 from time import perf_counter
+from types import CoroutineType
 from typing import Any, Protocol, cast
 
 import anyio
@@ -105,7 +106,7 @@ class RemoteJudger(Judger):
         """Return what the judger behind it says."""
         return None if self.preprocess_judger is None else self.preprocess_judger.wrong_response(rollout_state, label)
 
-    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    def judge_payload(self, payload: JudgerPayloadBatch) -> CoroutineType[Any, Any, JudgerOutputBatch]:
         """Score in the worker. Waits for a place at it; cancelling frees the place, and the worker.
 
         Raises:
@@ -114,7 +115,7 @@ class RemoteJudger(Judger):
             ActorUnavailableError: no worker is left.
             Exception: what the reward code raised.
         """
-        return await self._dispatcher.run(payload)
+        return self._dispatcher.run(payload)
 
     async def send(self, payload: JudgerPayloadBatch, *, num_deaths: int = 0) -> JudgerOutputBatch:
         """Send a payload now, and once more if the worker dies of something else than this payload."""
@@ -190,8 +191,8 @@ class JudgerActor:
         try:
             output = self.judge_payload(payload)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
-            return Item(_ready_to_travel(error), is_output=False, run_s=perf_counter() - began)
-        return Item(output, is_output=True, run_s=perf_counter() - began)
+            return _ready_to_travel(error), False, perf_counter() - began
+        return output, True, perf_counter() - began
 
     def _run(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         if _a_loop_runs_here():  # a backend without processes
