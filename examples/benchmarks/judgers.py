@@ -2,8 +2,9 @@
 
 Three tables:
 
-survival   400 samples of 10 ms and some that hang or crash, two workers, a limit of 1 s. Who scores the healthy ones, and
-           the next 40? Beside our pool: `ProcessPoolExecutor` and `asyncio.to_thread`, both with a time-out on waiting.
+survival   400 samples of 10 ms and some that hang or crash, two workers, a limit of 1 s. Who scores the healthy
+           ones, and the next 40? Beside our pool: `ProcessPoolExecutor` and `asyncio.to_thread`, both with a time-out
+           on waiting.
 rate       GSM8K answers in eight renderings: a plain loop, our local judger, our pool of two, `ProcessPoolExecutor.map`
            in chunks of 64, and Ray actors called one by one where Ray is installed.
 driver     CPU of this process for each judged sample of 1 KB, under load.
@@ -29,10 +30,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
@@ -43,6 +46,7 @@ from xrl_lite.judger.presets.gsm8k import compute_reward
 
 NUM_HEALTHY, NUM_NEXT, WORK_S, LIMIT_S, NUM_WORKERS = 400, 40, 0.01, 1.0, 2
 CELL_LIMIT_S = 90.0
+NUM_AT_ONCE = 512
 CULPRITS = [("endless", count) for count in (0, 1, 4, 16)] + [("segfault", 4), ("memory", 4), ("regex", 4)]
 CONTENDERS = ("xrl-lite pool", "ProcessPoolExecutor", "asyncio.to_thread")
 RENDERINGS = (
@@ -127,7 +131,7 @@ def run_cell(contender: str, culprit: str, count: int) -> None:
         responses.insert(place, culprit)
     following = ["healthy"] * NUM_NEXT
     if contender == "xrl-lite pool":
-        result = asyncio.run(survive_here(responses, following))
+        result = run_on_uvloop(survive_here(responses, following))
     elif contender == "ProcessPoolExecutor":
         pool = ProcessPoolExecutor(NUM_WORKERS, mp_context=get_context("spawn"))
         list(pool.map(reward, ["warm"] * NUM_WORKERS, ["x"] * NUM_WORKERS, [{}] * NUM_WORKERS))
@@ -168,10 +172,8 @@ def cell(contender: str, culprit: str, count: int) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"ended": f"not within {CELL_LIMIT_S:g} s"}
     finally:
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         process.wait()
     if process.returncode != 0 or not output.strip():
         how = signal.Signals(-process.returncode).name if process.returncode < 0 else f"code {process.returncode}"
@@ -245,7 +247,7 @@ def ours(num_workers: int) -> Callable[[Sequence[tuple[str, str]]], float]:
     """Samples per second of our judger, local (0 workers) or in a pool."""
 
     def measure(samples: Sequence[tuple[str, str]]) -> float:
-        return asyncio.run(_with_judger(num_workers, lambda judger: _judge_rate(judger, samples)))
+        return run_on_uvloop(_with_judger(num_workers, lambda judger: _judge_rate(judger, samples)))
 
     return measure
 
@@ -253,7 +255,7 @@ def ours(num_workers: int) -> Callable[[Sequence[tuple[str, str]]], float]:
 async def _judge_rate(judger: Judger, samples: Sequence[tuple[str, str]]) -> float:
     states = [make_state(response, label) for response, label in samples]
     began = time.perf_counter()
-    await asyncio.gather(*map(judger.judge, states))
+    await judge_with(NUM_AT_ONCE, judger, states)
     return _rate([state.reward for state in states], began)
 
 
@@ -334,23 +336,17 @@ def show_rates(found: dict[str, float], num_samples: int) -> None:
 
 async def _driver_cost(judger: Judger, num_samples: int, num_at_once: int) -> float:
     states = [make_state("x" * 1000 + "\n#### 42", "42") for _ in range(num_samples)]
-    waiting = iter(states)
-
-    async def caller() -> None:
-        for state in waiting:
-            await judger.judge(state)
-
     began = time.process_time()
-    await asyncio.gather(*(caller() for _ in range(num_at_once)))
+    await judge_with(num_at_once, judger, states)
     return (time.process_time() - began) / num_samples
 
 
 def driver_cost(runs: int) -> dict[str, float]:
     """Return the microseconds of CPU in this process for each sample."""
     found: dict[str, float] = {}
-    for num_at_once in (64, 512):
+    for num_at_once in (64, NUM_AT_ONCE):
         costs = [
-            asyncio.run(_with_judger(NUM_WORKERS, lambda judger, n=num_at_once: _driver_cost(judger, 10_000, n)))
+            run_on_uvloop(_with_judger(NUM_WORKERS, lambda judger, n=num_at_once: _driver_cost(judger, 10_000, n)))
             for _ in range(runs)
         ]
         found[f"{num_at_once} under way"] = statistics.median(costs) * 1e6
@@ -373,6 +369,23 @@ def make_state(response: str, label: str) -> RolloutState:
 async def judge_all(judger: Judger, samples: Sequence[tuple[str, str]]) -> list[RolloutState]:
     """Judge all samples at the same time."""
     return await asyncio.gather(*(judger.judge(make_state(response, label)) for response, label in samples))
+
+
+async def judge_with(num_at_once: int, judger: Judger, states: Sequence[RolloutState]) -> None:
+    """Judge all states, so many at the same time."""
+    waiting = iter(states)
+
+    async def caller() -> None:
+        for state in waiting:
+            await judger.judge(state)
+
+    await asyncio.gather(*(caller() for _ in range(num_at_once)))
+
+
+def run_on_uvloop(main: Any) -> Any:
+    """Run a coroutine as a training run does."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main)
 
 
 def count_right(states: Sequence[RolloutState]) -> int:

@@ -35,21 +35,37 @@ class _Job:
     done: asyncio.Future[Any]
     mail: _Mail
     limit_s: float
-    timer: asyncio.TimerHandle | None = None
     began: float | None = None
     is_dropped: bool = False
     is_delivered: bool = False
 
 
 class _Mail:
-    """Results on their way to one loop. The thread wakes the loop once for all that it has not fetched yet."""
+    """Results on their way to one loop. The thread wakes the loop once for all that it has not fetched yet.
+
+    One timer watches over the job that runs: it looks when that job's limit is over, and if another has begun since, at
+    the end of that one's.
+    """
 
     def __init__(self) -> None:
         self._loop = weakref.ref(asyncio.get_running_loop())
         self._results: deque[tuple[_Job, Any, Exception | None]] = deque()
         self._is_announced = False
+        self._num_expected = 0
+        self._is_watching = False
+        self.running: _Job | None = None
+        """Set by the thread."""
+
+    def expect(self, job: _Job) -> None:
+        self._num_expected += 1
+        if not self._is_watching:
+            self._watch_again(job.limit_s, job.limit_s)
+
+    def expect_no_more(self) -> None:
+        self._num_expected -= 1
 
     def post(self, job: _Job, result: Any, error: Exception | None) -> None:
+        """Called by the thread."""
         self._results.append((job, result, error))
         loop = self._loop()
         if not self._is_announced and loop is not None:
@@ -68,6 +84,24 @@ class _Mail:
                 job.done.set_result(result)
             else:
                 job.done.set_exception(error)
+
+    def _look(self, limit_s: float) -> None:
+        self._is_watching = False
+        job = self.running
+        left_s = limit_s
+        if job is not None and job.began is not None:
+            left_s = job.began + job.limit_s - perf_counter()
+            if left_s <= 0:
+                _end(job)
+                left_s = limit_s
+        if self._num_expected:
+            self._watch_again(left_s, limit_s)
+
+    def _watch_again(self, left_s: float, limit_s: float) -> None:
+        loop = self._loop()
+        assert loop is not None, "it runs right now"
+        self._is_watching = True
+        loop.call_later(left_s, self._look, limit_s)
 
 
 @dataclass(eq=False)
@@ -98,14 +132,14 @@ class SerialThread:
         """
         loop = asyncio.get_running_loop()
         job = _Job(call, loop.create_future(), self._mail.get(), limit_s)
-        job.timer = loop.call_later(limit_s, _end_if_too_long, job)
+        job.mail.expect(job)
         self._ensure_worker()
         self._jobs.put(job)
         try:
             return await job.done
         finally:
             job.is_dropped = True
-            job.timer.cancel()
+            job.mail.expect_no_more()
             if job.began is not None:
                 execution_took(perf_counter() - job.began)
             if not job.is_delivered:
@@ -131,12 +165,8 @@ class SerialThread:
         self._ensure_worker()
 
 
-def _end_if_too_long(job: _Job) -> None:
-    """End the wait for a job that has run too long; look again later if it has not."""
-    left_s = job.limit_s if job.began is None else job.began + job.limit_s - perf_counter()
-    if left_s > 0:
-        job.timer = job.done.get_loop().call_later(left_s, _end_if_too_long, job)
-    elif not job.done.done():
+def _end(job: _Job) -> None:
+    if not job.done.done():
         job.done.set_exception(
             JudgementTimeoutError(
                 f"no reward within {job.limit_s:g} s (request_timeout). The thread that runs the code cannot be ended "
@@ -152,6 +182,7 @@ def _work(worker: _Worker, jobs: SimpleQueue[_Job | None]) -> None:
         with worker.lock:
             worker.job = job
         job.began = perf_counter()
+        job.mail.running = job
         try:
             result = job.call()
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
@@ -162,8 +193,10 @@ def _work(worker: _Worker, jobs: SimpleQueue[_Job | None]) -> None:
             job.mail.post(job, None, exit_error)
         else:
             job.mail.post(job, result, None)
+        mail = job.mail
         del job
         with worker.lock:
             worker.job = None
             if worker.is_left_behind:
                 return
+            mail.running = None
