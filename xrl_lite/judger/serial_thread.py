@@ -36,6 +36,7 @@ class _Job:
     mail: _Mail
     limit_s: float
     began: float | None = None
+    ended: float | None = None
     is_dropped: bool = False
     is_delivered: bool = False
 
@@ -66,6 +67,7 @@ class _Mail:
 
     def post(self, job: _Job, result: Any, error: Exception | None) -> None:
         """Called by the thread."""
+        job.ended = perf_counter()
         self._results.append((job, result, error))
         loop = self._loop()
         if not self._is_announced and loop is not None:
@@ -141,7 +143,7 @@ class SerialThread:
             job.is_dropped = True
             job.mail.expect_no_more()
             if job.began is not None:
-                execution_took(perf_counter() - job.began)
+                execution_took((job.ended or perf_counter()) - job.began)
             if not job.is_delivered:
                 self._leave_behind(job)
 
