@@ -33,6 +33,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import uvloop
@@ -45,7 +46,7 @@ from xrl_lite.judger import GSM8KJudgerConfig, Judger, JudgerConfig
 from xrl_lite.judger.presets.gsm8k import compute_reward
 
 NUM_HEALTHY, NUM_NEXT, WORK_S, LIMIT_S, NUM_WORKERS = 400, 40, 0.01, 1.0, 2
-CELL_LIMIT_S = 90.0
+CELL_LIMIT_S = 60.0
 NUM_AT_ONCE = 512
 CULPRITS = [("endless", count) for count in (0, 1, 4, 16)] + [("segfault", 4), ("memory", 4), ("regex", 4)]
 CONTENDERS = ("xrl-lite pool", "ProcessPoolExecutor", "asyncio.to_thread")
@@ -164,17 +165,19 @@ def cell(contender: str, culprit: str, count: int) -> dict[str, Any]:
     """Run one cell; what happened to it, if it did not come to an end."""
     command = [sys.executable, str(Path(__file__).resolve()), "--cell", contender, culprit, str(count)]
     limits = ["prlimit", f"--as={3 << 30}"] if culprit == "memory" and contender != CONTENDERS[0] else []
-    process = subprocess.Popen(
-        [*limits, *command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=CELL_LIMIT_S)
-    except subprocess.TimeoutExpired:
-        return {"ended": f"not within {CELL_LIMIT_S:g} s"}
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    # into a file: workers that are left behind would keep a pipe open
+    with TemporaryFile("w+") as file:
+        process = subprocess.Popen([*limits, *command], stdout=file, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            process.wait(CELL_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return {"ended": f"not within {CELL_LIMIT_S:g} s"}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        file.seek(0)
+        output = file.read()
     if process.returncode != 0 or not output.strip():
         how = signal.Signals(-process.returncode).name if process.returncode < 0 else f"code {process.returncode}"
         return {"ended": f"the run died ({how})"}
@@ -194,7 +197,7 @@ def show_survival(rows: Sequence[dict[str, Any]]) -> None:
         numbers = [str(row.get("right", "-")), str(row.get("next", "-"))]
         numbers += [f"{row[name]:.1f}" if name in row else "-" for name in ("wall_s", "bound_s")]
         table.add_row(f"{row['count']} {row['culprit']}", row["contender"], *numbers, row["ended"])
-    Console().print(table)
+    Console(width=110).print(table)
 
 
 # --- rate

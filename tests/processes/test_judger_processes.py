@@ -118,6 +118,17 @@ async def test_f2_every_culprit_ends_in_its_outcome_and_the_others_are_scored(sy
         assert "judger 'wild', sample" in messages["sleep"]
 
 
+async def test_a_sample_that_hung_twice_takes_no_third_worker(system: ActorSystem) -> None:
+    async with config(request_timeout=0.3, max_initial_failures=0).build(system) as judger:
+        for _ in range(2):
+            (state,) = await judge_all(judger, ["sleep"])
+            assert outcome(state) == "timeout"
+        again = await judge_all(judger, ["sleep"] * 50 + ["fine"])
+        assert [outcome(state) for state in again] == ["timeout"] * 50 + ["ok"]
+        assert {state.extra_fields["judgement"]["run_s"] < 0.3 for state in again} == {True}
+        assert judger.statistics()["wild"]["poisoned"] == 1
+
+
 async def test_f3_a_worker_that_is_killed_loses_no_judgement(system: ActorSystem) -> None:
     async with config(bodies.identity).build(system) as judger:
         (first,) = await judge_all(judger, ["x"])

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any, Protocol, TypeAlias
 
-from xrl_lite.errors import ActorDiedError, ActorUnavailableError
+from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError
 from xrl_lite.judger.outcome import no_worker_left
+from xrl_lite.judger.quarantine import MAX_ENDED, Quarantine
 from xrl_lite.judger.slots import Carried, Lead, Slots, Ticket
 from xrl_lite.judger.stopwatch import execution_starts, execution_took
 from xrl_lite.log import get_logger
@@ -64,6 +65,8 @@ class Dispatcher:
     def __init__(self, judger: str, workers: Sequence[Worker]) -> None:
         self._judger = judger
         self._workers = list(workers)
+        self.quarantine = Quarantine(judger)
+        """Payloads that are not run any more."""
         self._slots = Slots([worker.max_concurrency for worker in workers])
         self._expected_s: float | None = None
         self._can_prefetch = all(worker.can_take_many for worker in workers)
@@ -78,8 +81,10 @@ class Dispatcher:
 
         Raises:
             JudgerError: no worker is left.
+            ActorTimeoutError, ActorDiedError: it ended its worker now, or two of them before.
             Exception: what the worker raised.
         """
+        self.quarantine.check(payload)
         while True:
             place = await self._slots.acquire(None if isinstance(payload, list) else payload)
             if isinstance(place, Carried):
@@ -103,7 +108,12 @@ class Dispatcher:
                 return _unwrap(item)
             num_deaths += isinstance(item, ActorDiedError)
         began = perf_counter()
-        output = await worker.send(payload, num_deaths=num_deaths)
+        try:
+            output = await worker.send(payload, num_deaths=num_deaths)
+        except (ActorTimeoutError, ActorDiedError) as error:
+            # one that died has been sent until it had ended as many as it may
+            self.quarantine.note(payload, error, num_ended=1 if isinstance(error, ActorTimeoutError) else MAX_ENDED)
+            raise
         self._learn(perf_counter() - began)
         return output
 

@@ -11,7 +11,9 @@ import anyio
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch
 from xrl_lite.judger.dispatch import Dispatcher, Item
+from xrl_lite.judger.ledger import Statistics
 from xrl_lite.judger.outcome import JudgementPolicy
+from xrl_lite.judger.quarantine import with_quarantine
 from xrl_lite.judger.remote import RemoteJudger
 
 
@@ -74,6 +76,10 @@ class JudgerPool(Judger):
             Exception: what the replica raised.
         """
         return self._dispatcher.run(payload)
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        """Return counts and times, and how many payloads are in quarantine."""
+        return with_quarantine(super().statistics(reset=reset), self._dispatcher.quarantine)
 
     def get_worker_status(self) -> dict[str, int]:
         """Return what is in flight at each replica."""

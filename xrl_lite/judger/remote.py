@@ -17,15 +17,14 @@ from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ActorDiedError
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, within
 from xrl_lite.judger.dispatch import Dispatcher, Item
+from xrl_lite.judger.ledger import Statistics
 from xrl_lite.judger.native import NativeJudger
 from xrl_lite.judger.outcome import JudgementPolicy
+from xrl_lite.judger.quarantine import MAX_ENDED, with_quarantine
 from xrl_lite.judger.whereabouts import full_traceback
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
-
-MAX_ATTEMPTS = 2
-"""A payload is sent once more when its worker died; a second death is its own doing."""
 
 
 class RayJudgerProxy(Protocol):
@@ -124,7 +123,7 @@ class RemoteJudger(Judger):
                 return await self._send_once(payload)
             except ActorDiedError as error:
                 num_deaths += 1
-                if num_deaths >= MAX_ATTEMPTS:
+                if num_deaths >= MAX_ENDED:  # a second death is its own doing
                     raise
                 logger.warning("judger %r: sending a payload again, its worker died: %s", self.get_judger_name(), error)
 
@@ -141,6 +140,10 @@ class RemoteJudger(Judger):
         if stop is not None:
             await stop()
         await super().aclose()
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        """Return counts and times, and how many payloads are in quarantine."""
+        return with_quarantine(super().statistics(reset=reset), self._dispatcher.quarantine)
 
     def close(self) -> None:
         """End the worker at once."""
