@@ -1,7 +1,7 @@
 """Judgers: everything that turns a response into a reward. Needs no torch.
 
 Start with `JudgerConfig(reward_handler=...)` and its ``build()``; `base` has the interface, `outcome` what can happen
-to a judgement, `adapters` the signatures of reward functions from other systems.
+to a judgement, `adapters` the signatures of reward functions from other systems, `choice` the table of ready judgers.
 """
 
 from xrl_lite.judger.adapters import (

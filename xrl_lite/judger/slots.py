@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_SHORT_LINE = 8
+
 
 @dataclass(frozen=True)
 class Lead:
@@ -61,7 +63,7 @@ class Slots:
     """
 
     extra: int = 0
-    """Further places at each worker, given to those in line only, so that it need not wait for us between two."""
+    """Further places at each worker while the line is long, so that it need not wait for us between two journeys."""
 
     def __init__(self, capacities: Sequence[int | None]) -> None:
         self._capacities = list(capacities)
@@ -150,7 +152,7 @@ class Slots:
             if self._line[0].is_void:
                 self._line.popleft()
                 continue
-            index = self._take_free(extra=self.extra)
+            index = self._take_free(extra=self.extra if len(self._line) > _SHORT_LINE else 0)
             if index is None:
                 return
             ticket = self._line.popleft()

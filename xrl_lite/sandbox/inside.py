@@ -44,6 +44,7 @@ def main() -> None:
     with os.fdopen(spec_fd, encoding="utf-8") as file:
         spec: dict[str, Any] = json.load(file)
     os.set_inheritable(report_fd, False)
+    os.umask(0o022)  # what is built here must be open to whom we become
     try:
         held = _leave_root(spec) if os.getuid() == 0 else []
         os.setsid()
