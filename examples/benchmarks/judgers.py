@@ -246,11 +246,11 @@ def executor_map(samples: Sequence[tuple[str, str]]) -> float:
         return _rate(rewards, began)
 
 
-def ours(num_workers: int) -> Callable[[Sequence[tuple[str, str]]], float]:
+def ours(num_workers: int, **settings: Any) -> Callable[[Sequence[tuple[str, str]]], float]:
     """Samples per second of our judger, local (0 workers) or in a pool."""
 
     def measure(samples: Sequence[tuple[str, str]]) -> float:
-        return run_on_uvloop(_with_judger(num_workers, lambda judger: _judge_rate(judger, samples)))
+        return run_on_uvloop(_with_judger(num_workers, lambda judger: _judge_rate(judger, samples), **settings))
 
     return measure
 
@@ -262,9 +262,9 @@ async def _judge_rate(judger: Judger, samples: Sequence[tuple[str, str]]) -> flo
     return _rate([state.reward for state in states], began)
 
 
-async def _with_judger(num_workers: int, measure: Callable[[Judger], Any]) -> Any:
+async def _with_judger(num_workers: int, measure: Callable[[Judger], Any], **settings: Any) -> Any:
     resources = CPUResourcesConfig(num_workers=num_workers) if num_workers else None
-    config = GSM8KJudgerConfig(extra_info=EXTRA, cpu_resources=resources)
+    config = GSM8KJudgerConfig(extra_info=EXTRA, cpu_resources=resources, **settings)
     async with ActorSystem(num_cpus=max(num_workers, 1)) as system:
         set_cpu_resource_manager(CPUResourceManager(capacity=system))
         async with config.build(system) as judger:
@@ -303,7 +303,8 @@ def rates(samples: Sequence[tuple[str, str]], runs: int) -> dict[str, float]:
     """Return the median rate of every contender, taken in turn."""
     contenders: dict[str, Callable[[Sequence[tuple[str, str]]], float]] = {
         "plain loop": plain_loop,
-        "local judger": ours(0),
+        "local judger, in a thread": ours(0),
+        "local judger, in the loop": ours(0, sync_in="loop"),
         f"pool of {NUM_WORKERS}": ours(NUM_WORKERS),
         "ProcessPoolExecutor.map": executor_map,
     }
@@ -323,7 +324,8 @@ def show_rates(found: dict[str, float], num_samples: int) -> None:
     """Print the table, with the ratios that matter."""
     table = Table("contender", "samples/s", "ratio", "of", title=f"scoring {num_samples} GSM8K answers")
     against = {
-        "local judger": "plain loop",
+        "local judger, in a thread": "plain loop",
+        "local judger, in the loop": "plain loop",
         f"pool of {NUM_WORKERS}": "ProcessPoolExecutor.map",
         "Ray actors": f"pool of {NUM_WORKERS}",
     }
