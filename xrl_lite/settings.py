@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PlainSerializer, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationError,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from xrl_lite.errors import ConfigError, did_you_mean
+from xrl_lite.errors import ConfigError, PluginError, did_you_mean
 
 NESTED = "nested_settings"
 """Type of the pydantic error that carries the errors of a model chosen by name while validating."""
@@ -33,34 +42,48 @@ class Settings(BaseModel):
 
 
 def chosen_by_type(
-    choose: Callable[[str], type[BaseModel]], name_of: Callable[[type[BaseModel]], str], *, default: str
+    choose: Callable[[str], type[BaseModel]],
+    name_of: Callable[[type[BaseModel]], str],
+    *,
+    default: str | Callable[[Mapping[str, Any]], str],
 ) -> tuple[BeforeValidator, PlainSerializer]:
     """Return annotations for a field whose class is named by ``type`` inside its value.
 
     A mapping becomes the class that `choose` finds for its `type`; an object passes through. Dumps name the class in
     `type`, so that they load again as the same object.
+
+    Args:
+        choose: Finds the class of a name, or raises ConfigError or PluginError.
+        name_of: Finds the name of a class.
+        default: Name where there is no `type`, or what finds it by the other keys.
     """
 
     def validate(value: Any) -> Any:
-        return validate_chosen(lambda mapping: choose(str(mapping.get("type", default))), value)
+        if not isinstance(value, Mapping):
+            return value
+        mapping = cast("Mapping[str, Any]", value)
+        name = mapping.get("type", default if isinstance(default, str) else default(mapping))
+        return _validate_as(partial(choose, str(name)), mapping)
 
-    def serialize(value: BaseModel | None) -> dict[str, Any] | None:
-        return None if value is None else {"type": name_of(type(value)), **value.model_dump(mode="json")}
+    def serialize(value: BaseModel | None, info: SerializationInfo) -> dict[str, Any] | None:
+        if value is None:
+            return None
+        values = value.model_dump(
+            mode=info.mode,
+            exclude_unset=info.exclude_unset,
+            exclude_defaults=info.exclude_defaults,
+            exclude_none=info.exclude_none,
+        )
+        return {"type": name_of(type(value)), **values}
 
     return BeforeValidator(validate), PlainSerializer(serialize)
 
 
-def validate_chosen(choose: Callable[[Mapping[str, Any]], type[BaseModel]], value: Any) -> Any:
-    """Validate a mapping as the model that `choose` picks for it; anything else passes through unchanged.
-
-    For fields whose type depends on a name inside the value (``type: gsm8k``). Errors keep the path of each key.
-    """
-    if not isinstance(value, Mapping):
-        return value
-    mapping = cast("Mapping[str, Any]", value)
+def _validate_as(choose: Callable[[], type[BaseModel]], mapping: Mapping[str, Any]) -> BaseModel:
+    """Validate a mapping as the model that `choose` finds; errors keep the path of each key."""
     try:
-        model = choose(mapping)
-    except ConfigError as error:
+        model = choose()
+    except (ConfigError, PluginError) as error:
         raise PydanticCustomError("config_error", "{reason}", {"reason": str(error)}) from error
     try:
         return model.model_validate({key: item for key, item in mapping.items() if key != "type"})

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.build import judger_system
 from tests.processes import judger_bodies as bodies
 from tests.unit.judger.states import make_state
 from xrl_lite.actors import ActorSystem, CPUResourceManager, CPUResourcesConfig, set_cpu_resource_manager
@@ -23,11 +24,11 @@ from xrl_lite.judger import (
     Judger,
     JudgerConfig,
     JudgerPool,
+    MathJudgerConfig,
     NativeJudger,
     RemoteJudger,
     self_test,
 )
-from xrl_lite.judger.build import PRELOAD
 
 pytestmark = pytest.mark.process
 
@@ -36,13 +37,8 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[ActorSystem]:
-    system = ActorSystem(num_cpus=4)
-    # the fork server belongs to the module, so it has to be there before the first test counts processes
-    first = system.spawn(dict, preload=PRELOAD)
-    first.ready().result(30.0)
-    first.stop().result(30.0)
-    yield system
-    system.shutdown_now()
+    with judger_system() as system:
+        yield system
 
 
 @pytest.fixture
@@ -122,6 +118,17 @@ async def test_f2_every_culprit_ends_in_its_outcome_and_the_others_are_scored(sy
         assert "judger 'wild', sample" in messages["sleep"]
 
 
+async def test_a_sample_that_hung_twice_takes_no_third_worker(system: ActorSystem) -> None:
+    async with config(request_timeout=0.3, max_initial_failures=0).build(system) as judger:
+        for _ in range(2):
+            (state,) = await judge_all(judger, ["sleep"])
+            assert outcome(state) == "timeout"
+        again = await judge_all(judger, ["sleep"] * 50 + ["fine"])
+        assert [outcome(state) for state in again] == ["timeout"] * 50 + ["ok"]
+        assert {state.extra_fields["judgement"]["run_s"] < 0.3 for state in again} == {True}
+        assert judger.statistics()["wild"]["poisoned"] == 1
+
+
 async def test_f3_a_worker_that_is_killed_loses_no_judgement(system: ActorSystem) -> None:
     async with config(bodies.identity).build(system) as judger:
         (first,) = await judge_all(judger, ["x"])
@@ -174,6 +181,20 @@ async def test_signals_work_in_a_worker(system: ActorSystem) -> None:
         assert state.reward == {"score": 1.0}, state.error_msg
 
 
+async def test_r12_the_limits_of_math_verify_hold_in_a_worker(system: ActorSystem) -> None:
+    resources = CPUResourcesConfig(num_workers=1)
+    async with MathJudgerConfig(step_timeout=1, cpu_resources=resources).build(system) as judger:
+        responses = [r"\boxed{9^{9^{9^9}}}", r"\boxed{10^{10^{10}}}"]
+        states = [make_state(response, "10^{10^{10}}") for response in responses]
+        judged = await asyncio.gather(*map(judger.judge, states))
+        assert [outcome(state) for state in judged] == ["timeout", "ok"]
+        assert "math-verify" in str(judged[0].error_msg)
+        assert (await judger.judge(make_state(r"\boxed{\frac{2}{4} + 0}", r"\frac{1}{2}"))).reward == {
+            "score": 1.0,
+            "acc": True,
+        }
+
+
 @pytest.mark.parametrize("culprit", ["sleep", "segfault", "raise what does not pickle"])
 async def test_short_judgements_travel_together_and_a_culprit_among_them_travels_alone(
     system: ActorSystem, culprit: str
@@ -196,7 +217,7 @@ async def test_rewards_do_not_depend_on_the_number_of_workers(system: ActorSyste
         judged = await asyncio.gather(*map(judger.judge, states))
         assert [state.reward["score"] for state in judged if state.reward] == [1.0, 0.0, 1.0, 0.0, 1.0] * 4
         assert all(one is other for one, other in zip(states, judged, strict=True))
-        assert await self_test(judger, states[0]) is not None
+        assert len(await self_test(judger, states[0])) == 1
 
 
 class TestBuilding:

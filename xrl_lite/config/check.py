@@ -15,7 +15,7 @@ from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ConfigError, ResourceError
 from xrl_lite.judger import AnyJudgerConfig
 from xrl_lite.judger.config import leaves
-from xrl_lite.judger.data_sources import check_routes, judger_for
+from xrl_lite.judger.data_sources import check_rows, judger_for
 
 _ACTORS_SHOWN = 10
 
@@ -49,9 +49,9 @@ def check_data(config: RunConfig) -> CheckedData:
     """
     train_rows = load_rows(config.task.sampler_config.data)
     evaluation_rows = load_rows(config.evaluation.data) if config.evaluation.data else []
-    sources = [row.data_source for row in (*train_rows, *evaluation_rows)]
-    judger_config = config.task.judger_config or judger_for(sources)
-    check_routes(judger_config, sources)
+    judger_config = config.task.judger_config or judger_for(row.data_source for row in (*train_rows, *evaluation_rows))
+    for rows in (train_rows, evaluation_rows):
+        check_rows(judger_config, rows)
     return CheckedData(train=train_rows, evaluation=evaluation_rows, judger_config=judger_config)
 
 

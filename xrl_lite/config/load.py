@@ -12,8 +12,9 @@ from pydantic import BaseModel, ValidationError
 
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.errors import ConfigError, PluginError, did_you_mean
+from xrl_lite.judger import JUDGERS, AnyJudgerConfig, JudgerConfigLike
 from xrl_lite.registry import load_object, load_plugins
-from xrl_lite.settings import explain, models_in
+from xrl_lite.settings import Settings, explain, models_in
 
 PYTHON_NAME = "config"
 """What a Python config file calls its `RunConfig`."""
@@ -30,9 +31,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: the file is missing or broken, or settings cannot be used; all of them are listed.
     """
     load_plugins()
-    if not path.is_file():
-        near = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
-        raise ConfigError(f"There is no config file {path}.{did_you_mean(path.name, near)}")
+    _check_exists(path)
     parsed = [_parse_override(override) for override in overrides]
     if path.suffix == ".py":
         return _load_python(path, parsed)
@@ -41,22 +40,81 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     raise ConfigError(f"A config is a .yaml or a .py file, got {path}.")
 
 
+def load_judger(spec: str, overrides: Sequence[str] = ()) -> JudgerConfigLike:
+    """Return the settings of a judger.
+
+    Args:
+        spec: A .yaml file with settings of a judger, or of a run; the name of a kind (gsm8k); or reward code
+            (``package.module:name``, ``file.py:name``, a URL).
+        overrides: ``a.b=value`` each, inside the settings of the judger.
+
+    Raises:
+        ConfigError: there is no such thing, or settings cannot be used; all of them are listed.
+    """
+    load_plugins()
+    if spec.endswith((".yaml", ".yml")):
+        settings = _judger_settings(_read_yaml(Path(spec)), spec)
+    elif spec in JUDGERS:
+        settings = {"type": spec}
+    elif ":" in spec:
+        settings = {"judger_name": "score", "reward_handler": spec}
+    else:
+        raise ConfigError(
+            f"There is no judger {spec!r}.{did_you_mean(spec, JUDGERS)} Give one of {', '.join(JUDGERS)}; a .yaml "
+            f"file; or reward code as file.py:name, package.module:name or a URL."
+        )
+    for override in overrides:
+        _set(settings, *_parse_override(override))
+    try:
+        return _JudgerAlone.model_validate({"judger": settings}).judger
+    except ValidationError as error:
+        raise explain(error, _JudgerAlone, where=spec) from error
+
+
 def dump_config(config: RunConfig) -> str:
     """Return the config as YAML that `load_config` reads back as the same object."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
+class _JudgerAlone(Settings):
+    judger: AnyJudgerConfig
+    """The judger."""
+
+
+def _judger_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
+    """Look for the judger in the settings of a run, of a task, or of the judger itself."""
+    for name in ("task", "judger_config"):
+        inner = settings.get(name, settings)
+        if not isinstance(inner, dict):
+            raise ConfigError(f"{where}: {name} must hold settings, got {inner!r:.100}.")
+        settings = cast("dict[str, Any]", inner)
+    if "sampler_config" in settings:
+        raise ConfigError(f"{where} names no judger. Give one by --judger, or none to go by the data sources.")
+    return settings
+
+
 def _load_yaml(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunConfig:
+    settings = _read_yaml(path)
+    for keys, value in overrides:
+        _set(settings, keys, value)
+    return _validate(settings, where=str(path))
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    _check_exists(path)
     try:
         raw = cast("object", yaml.safe_load(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, got {type(raw).__name__}.")
-    settings = cast("dict[str, Any]", raw)
-    for keys, value in overrides:
-        _set(settings, keys, value)
-    return _validate(settings, where=str(path))
+    return cast("dict[str, Any]", raw)
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_file():
+        near = [other.name for other in path.parent.glob("*")] if path.parent.is_dir() else []
+        raise ConfigError(f"There is no config file {path}.{did_you_mean(path.name, near)}")
 
 
 def _load_python(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunConfig:

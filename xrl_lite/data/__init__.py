@@ -13,7 +13,7 @@ from xrl_lite.data.rollout_state import (
     update_sample_version,
     update_status_from_finish_reason,
 )
-from xrl_lite.data.rows import DataConfig, Row, load_rows, parse_row
+from xrl_lite.data.rows import DataConfig, Row, load_rows, parse_row, read_raw_rows
 from xrl_lite.data.sampler import EncodePrompt, Sampler, SamplerConfig, SamplerState, each_row_once, make_group
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "load_rows",
     "make_group",
     "parse_row",
+    "read_raw_rows",
     "reset_rollout_response",
     "update_sample_version",
     "update_status_from_finish_reason",

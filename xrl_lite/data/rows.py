@@ -112,7 +112,7 @@ def load_rows(config: DataConfig) -> list[Row]:
     Raises:
         DataError: the file is missing or broken, there is no row, or a row lacks a part; names row and column.
     """
-    rows = [parse_row(raw, index, config) for index, raw in enumerate(_read(config))]
+    rows = [parse_row(raw, index, config) for index, raw in enumerate(read_raw_rows(config))]
     if not rows:
         raise DataError(f"{config.label} has no rows. Give a data set with at least one.")
     return rows
@@ -211,7 +211,12 @@ def _dress(messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str,
     return messages
 
 
-def _read(config: DataConfig) -> Iterator[Mapping[str, Any]]:
+def read_raw_rows(config: DataConfig) -> Iterator[Mapping[str, Any]]:
+    """Yield every row as it is.
+
+    Raises:
+        DataError: the file is missing or broken.
+    """
     if config.task is not None:
         from xrl_lite.data.tasks import make_rows  # only synthetic runs need it
 

@@ -1,7 +1,7 @@
 """Judgers: everything that turns a response into a reward. Needs no torch.
 
 Start with `JudgerConfig(reward_handler=...)` and its ``build()``; `base` has the interface, `outcome` what can happen
-to a judgement, `adapters` the signatures of reward functions from other systems.
+to a judgement, `adapters` the signatures of reward functions from other systems, `choice` the table of ready judgers.
 """
 
 from xrl_lite.judger.adapters import (
@@ -42,12 +42,23 @@ from xrl_lite.judger.outcome import (
     UnsupportedCallError,
 )
 from xrl_lite.judger.pool import JudgerPool
+from xrl_lite.judger.presets.code import CodeJudger, CodeJudgerConfig
 from xrl_lite.judger.presets.compass_verifier_v2 import CompassVerifierV2, CompassVerifierV2Config
 from xrl_lite.judger.presets.dapo_math import DapoMathJudgerConfig
 from xrl_lite.judger.presets.exact_match import ExactMatchJudgerConfig
 from xrl_lite.judger.presets.geo3k import GEO3KJudgerConfig
 from xrl_lite.judger.presets.gsm8k import GSM8KJudgerConfig
+from xrl_lite.judger.presets.llm_judge import LlmJudger, LlmJudgerConfig
 from xrl_lite.judger.presets.math import MathJudgerConfig
+from xrl_lite.judger.presets.reward_model import (
+    ClassifyJudger,
+    ClassifyJudgerConfig,
+    RewardModelJudger,
+    RewardModelJudgerConfig,
+)
+from xrl_lite.judger.presets.search_qa import SearchQAJudgerConfig
+from xrl_lite.judger.presets.verl import VerlJudgerConfig, default_compute_score
+from xrl_lite.judger.rate_limit import RateLimit
 from xrl_lite.judger.remote import JudgerActor, RayJudger, RayJudgerProxy, RemoteJudger
 from xrl_lite.judger.self_test import SelfTestResult, self_test
 
@@ -57,6 +68,10 @@ __all__ = [
     "AnyJudgerConfig",
     "ArealReward",
     "BaseJudger",
+    "ClassifyJudger",
+    "ClassifyJudgerConfig",
+    "CodeJudger",
+    "CodeJudgerConfig",
     "CompassVerifierV2",
     "CompassVerifierV2Config",
     "ComposedJudger",
@@ -80,24 +95,32 @@ __all__ = [
     "JudgerPayload",
     "JudgerPayloadBatch",
     "JudgerPool",
+    "LlmJudger",
+    "LlmJudgerConfig",
     "MathJudgerConfig",
     "NativeJudger",
     "OpenRlhfReward",
     "Outcome",
+    "RateLimit",
     "RayJudger",
     "RayJudgerProxy",
     "RemoteJudger",
     "RewardAdapter",
+    "RewardModelJudger",
+    "RewardModelJudgerConfig",
     "RewardValueError",
+    "SearchQAJudgerConfig",
     "SelfTestResult",
     "SkipSampleError",
     "TrlChatReward",
     "TrlReward",
     "UnsupportedCallError",
     "VerlBatchReward",
+    "VerlJudgerConfig",
     "VerlReward",
     "XtunerReward",
     "build_judger",
+    "default_compute_score",
     "judger_metrics",
     "self_test",
     "weighted_merge",

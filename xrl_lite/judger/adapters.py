@@ -33,6 +33,7 @@ from xrl_lite.judger.outcome import RewardValueError, SkipSampleError
 LABEL_COLUMNS = ("ground_truth", "solution", "answer", "label", "target")
 """Parameters that stand for the label when the row has no column of that name."""
 
+_TRL_LOGGING = ("trainer_state", "log_extra", "log_metric")
 _OWN_FIELDS = frozenset({"judgement", "row", "raw_prompt"})
 
 
@@ -89,6 +90,10 @@ class RewardAdapter:
             f"{', '.join(self.offers)} and reward_kwargs.{advice}"
         )
 
+    def required_columns(self) -> list[str]:
+        """Return the columns of the row that the function cannot do without."""
+        return []
+
     def __call__(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
         """Return the reward dict, or an awaitable of it for an async function."""
         result = self.function(**self.parameters.choose({**self.arguments(payload, extra_info), **self.reward_kwargs}))
@@ -104,6 +109,10 @@ class RewardAdapter:
 
     async def _read_later(self, result: Awaitable[Any]) -> Any:
         return self.read(await result)
+
+    def _columns_among(self, parameters: Parameters, *given: str) -> list[str]:
+        known = {*self.offers, *LABEL_COLUMNS, *self.reward_kwargs, *given}
+        return [name for name in parameters.required if name not in known]
 
     def _only(self, results: Any) -> Any:
         """Return the one value of a list for one sample; a list of another length would be another sample's reward."""
@@ -194,16 +203,22 @@ class TrlReward(RewardAdapter):
         """Whether any of the functions is async."""
         return any(is_async(function) for function in self.functions)
 
+    def required_columns(self) -> list[str]:
+        """Return the columns that any of the functions cannot do without."""
+        needed = [self._columns_among(parameters, *_TRL_LOGGING) for parameters in self._parameters]
+        return list(dict.fromkeys(name for names in needed for name in names))
+
     def __call__(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
-        """Return the reward dict, or an awaitable of it."""
-        offered = {**self.arguments(payload, extra_info), **self.reward_kwargs}
+        """Return the reward dict, or an awaitable of it. What the functions log becomes a part of it."""
+        logged: dict[str, Any] = {}
+        offered = {**self.arguments(payload, extra_info), **self._logging(logged), **self.reward_kwargs}
         results = [
             function(**self._arguments_of(function, parameters, offered, payload))
             for function, parameters in zip(self.functions, self._parameters, strict=True)
         ]
         if any(inspect.isawaitable(result) for result in results):
-            return self._sum_later(results)
-        return self._sum(results)
+            return self._sum_later(results, logged)
+        return self._sum(results, logged)
 
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
         response, prompt = payload["response"], payload["message"]
@@ -228,15 +243,24 @@ class TrlReward(RewardAdapter):
                 )
         return chosen
 
-    async def _sum_later(self, results: list[Any]) -> dict[str, Any]:
-        return self._sum([await result if inspect.isawaitable(result) else result for result in results])
+    def _logging(self, logged: dict[str, Any]) -> dict[str, Any]:
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            logged[column] = self._only(values)
 
-    def _sum(self, results: list[Any]) -> dict[str, Any]:
+        def log_metric(name: str, value: float) -> None:
+            logged[name] = value
+
+        return dict(zip(_TRL_LOGGING, (None, log_extra, log_metric), strict=True))
+
+    async def _sum_later(self, results: list[Any], logged: dict[str, Any]) -> dict[str, Any]:
+        return self._sum([await result if inspect.isawaitable(result) else result for result in results], logged)
+
+    def _sum(self, results: list[Any], logged: dict[str, Any]) -> dict[str, Any]:
         values = [self._only(result) for result in results]
         scored = [value * weight for value, weight in zip(values, self.weights, strict=True) if value is not None]
         if not scored:
             raise SkipSampleError("the reward function returned None")
-        reward: dict[str, Any] = {"score": scored[0] if len(scored) == 1 else sum(scored)}
+        reward: dict[str, Any] = {**logged, "score": scored[0] if len(scored) == 1 else sum(scored)}
         if len(self.functions) > 1:
             for function, value in zip(self.functions, values, strict=True):
                 reward[handler_name(function)] = value
@@ -286,6 +310,10 @@ class ArealReward(RewardAdapter):
     needs = frozenset({"message", "prompt_ids", "response_ids", "columns"})
     takes_columns = True
 
+    def required_columns(self) -> list[str]:
+        """Return the columns that the function cannot do without."""
+        return self._columns_among(self.parameters)
+
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
         label = {name: payload["label"] for name in LABEL_COLUMNS if name in self.parameters.names}
         return {
@@ -309,6 +337,32 @@ ADAPTERS: dict[str, type[RewardAdapter]] = {
 """Adapters by the name used in the setting ``signature``."""
 
 
+def adapt(
+    handler: RewardHandler | Sequence[RewardHandler],
+    *,
+    judger: str,
+    signature: str,
+    reward_kwargs: Mapping[str, Any] | None = None,
+    weights: Sequence[float] | None = None,
+) -> RewardAdapter:
+    """Return what calls a reward function, or several, in the way that a signature says. An adapter stays as it is.
+
+    Raises:
+        ConfigError: several functions or weights, where the signature takes one function.
+    """
+    if isinstance(handler, RewardAdapter):
+        return handler
+    kind = ADAPTERS[signature]
+    if callable(handler) and weights is None:
+        return kind(handler, reward_kwargs=reward_kwargs)
+    if not issubclass(kind, TrlReward):
+        raise ConfigError(
+            f"judger {judger!r}: several reward functions, and reward_weights, go with signature trl or trl_chat, not "
+            f"{signature!r}. For others make a composed judger of them, with weights."
+        )
+    return kind(handler, weights=weights, reward_kwargs=reward_kwargs)
+
+
 def select_needed(state: RolloutState, needs: frozenset[str]) -> dict[str, Any]:
     """Return the parts of a state that adapters ask for in `RewardAdapter.needs`."""
     columns = {name: value for name, value in state.extra_fields.items() if name not in _OWN_FIELDS}
@@ -316,6 +370,7 @@ def select_needed(state: RolloutState, needs: frozenset[str]) -> dict[str, Any]:
         "message": state.message,
         "prompt_ids": state.prompt_ids,
         "response_ids": state.response_ids,
+        "num_response_tokens": len(state.response_ids or ()),
         "data_source": data_source_name(state),
         "columns": columns,
     }

@@ -15,7 +15,8 @@ there, a list where one output belongs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, ClassVar, Self, TypeAlias, cast
@@ -35,8 +36,9 @@ from xrl_lite.judger.outcome import (
     classify,
     no_worker_left,
 )
+from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.reward_check import check_reward
-from xrl_lite.judger.stopwatch import stopwatch
+from xrl_lite.judger.stopwatch import Stopwatch, execution_starts
 from xrl_lite.judger.whereabouts import name_dynamic_code
 
 JudgerPayload: TypeAlias = dict[str, Any]
@@ -73,6 +75,14 @@ class BaseJudger:
         """Return a response that must get a higher score than others when `label` is right; None if unknown."""
         return None
 
+    def wrong_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return a response that must get a lower score when `label` is right; None if unknown."""
+        return self.gold_response(rollout_state, other_label(label))
+
+    def parts(self, rollout_state: RolloutState) -> list[BaseJudger]:
+        """Return the judgers that a state goes to: this one, or the branches that it selects."""
+        return [self]
+
     def statistics(self, *, reset: bool = False) -> Statistics:
         """Return counts of outcomes and times for each judger inside this one, by name."""
         return {}
@@ -108,7 +118,13 @@ class Judger(BaseJudger):
     limits_itself: ClassVar[bool] = False
     """Whether `judge_payload` keeps to `request_timeout` on its own, from when it starts to run."""
 
+    rate_limiter: RateLimiter | None = None
+    """Holds judgements back before they run; set by the config that builds the judger."""
+
     _ledger: Ledger | None = None
+
+    def prepare(self) -> None:
+        """Load what is costly. Called in a worker before its first judgement, and there no limit runs yet."""
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return what `judge_payload` needs, and no more: it may travel to another process."""
@@ -167,7 +183,7 @@ class Judger(BaseJudger):
 
     async def trial(self, rollout_state: RolloutState) -> RolloutState:
         """Score one state without counting it, and raise whatever the reward code raises. For self-tests."""
-        output = await self._judge_within_limit(self.preprocess(rollout_state))
+        output = await self._start(self.preprocess(rollout_state))
         judged = self.postprocess(rollout_state, cast("JudgerOutput", output))
         check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
         return judged
@@ -196,9 +212,9 @@ class Judger(BaseJudger):
             JudgerError: no judgement can be made any more.
         """
         name = self.get_judger_name()
-        with stopwatch() as watch:
+        with Stopwatch() as watch:
             try:
-                output = await self._judge_within_limit(make_payload())
+                output = await self._start(make_payload())
             except (JudgerMisuseError, JudgerError):
                 raise
             except ActorUnavailableError as error:
@@ -252,7 +268,17 @@ class Judger(BaseJudger):
         rollout_state.extra_fields = {**rollout_state.extra_fields, "judgement": judgement.record(sample)}
         self.ledger.enter(judgement, sample, self.policy)
 
-    async def _judge_within_limit(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    def _start(self, payload: JudgerPayloadBatch) -> Coroutine[Any, Any, JudgerOutputBatch]:
+        """Return `judge_payload` under way, with what holds it back and ends it; no frame more than that takes."""
+        if self.rate_limiter is not None:
+            return self._wait_and_judge(self.rate_limiter, payload)
+        if self.limits_itself:
+            return self.judge_payload(payload)
+        return within(self.policy.request_timeout, self.judge_payload, payload)
+
+    async def _wait_and_judge(self, limiter: RateLimiter, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        await limiter.wait()
+        execution_starts()
         if self.limits_itself:
             return await self.judge_payload(payload)
         return await within(self.policy.request_timeout, self.judge_payload, payload)
@@ -267,6 +293,15 @@ async def within(limit_s: float, judge: Callable[[Any], Any], payload: Any) -> A
     with anyio.move_on_after(limit_s):
         return await judge(payload)
     raise JudgementTimeoutError(f"no reward within {limit_s:g} s (request_timeout)")
+
+
+def other_label(label: Any) -> str:
+    """Return a label that is certainly not this one: another number if it holds one, else another text."""
+    text = str(label)
+    number = re.search(r"\d+(?!.*\d)", text, re.DOTALL)
+    if number is None:
+        return f"not {text}"
+    return f"{text[: number.start()]}{int(number[0]) + 1}{text[number.end() :]}"
 
 
 def label_of(rollout_state: RolloutState) -> Any:

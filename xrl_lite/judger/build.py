@@ -17,6 +17,7 @@ from xrl_lite.judger.composed import ComposedJudger
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, JudgerConfigLike
 from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.pool import JudgerPool
+from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.remote import ConcurrentJudgerActor, JudgerActor, RayJudgerProxy, RemoteJudger
 
 if TYPE_CHECKING:
@@ -52,13 +53,20 @@ def build_judger(config: JudgerConfigLike, system: ActorSystem | None = None) ->
     judger = config.build_local()
     judger.policy = config.policy
     if config.cpu_resources is None:
-        return judger
+        return _limited(judger, config)
     if not isinstance(cast("object", judger), Judger):
         raise ConfigError(
             f"judger {config.judger_name!r} sets cpu_resources, but {type(judger).__name__} inherits only BaseJudger: "
             f"only payloads travel to workers. Inherit Judger, or leave cpu_resources out."
         )
-    return _build_remote(config, config.cpu_resources, judger, system)
+    return _limited(_build_remote(config, config.cpu_resources, judger, system), config)
+
+
+def _limited(judger: Judger, config: JudgerConfig) -> Judger:
+    """Let the outermost judger keep to the rate limit: it is the one place that all judgements pass."""
+    if config.rate_limit is not None:
+        judger.rate_limiter = RateLimiter(config.rate_limit)
+    return judger
 
 
 def _build_composed(config: ComposedJudgerConfig, system: ActorSystem | None) -> Judger:

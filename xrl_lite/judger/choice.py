@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from pydantic import BaseModel, BeforeValidator, PlainSerializer, SerializationInfo
+from pydantic import AfterValidator, BaseModel
 
-from xrl_lite.errors import ConfigError, PluginError, UnknownNameError
+from xrl_lite.errors import ConfigError
 from xrl_lite.registry import Registry
-from xrl_lite.settings import validate_chosen
+from xrl_lite.settings import chosen_by_type
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig
 
     AnyJudgerConfig: TypeAlias = JudgerConfig | ComposedJudgerConfig
-
-DEFAULT_TYPE = "native"
 
 JUDGERS: Registry[type[BaseModel]] = Registry(
     "judger",
@@ -30,33 +28,36 @@ JUDGERS: Registry[type[BaseModel]] = Registry(
         "math": "xrl_lite.judger.presets.math:MathJudgerConfig",
         "dapo_math": "xrl_lite.judger.presets.dapo_math:DapoMathJudgerConfig",
         "geo3k": "xrl_lite.judger.presets.geo3k:GEO3KJudgerConfig",
+        "code": "xrl_lite.judger.presets.code:CodeJudgerConfig",
+        "search_qa": "xrl_lite.judger.presets.search_qa:SearchQAJudgerConfig",
+        "verl": "xrl_lite.judger.presets.verl:VerlJudgerConfig",
+        "llm_judge": "xrl_lite.judger.presets.llm_judge:LlmJudgerConfig",
+        "reward_model": "xrl_lite.judger.presets.reward_model:RewardModelJudgerConfig",
+        "reward_model_http": "xrl_lite.judger.presets.reward_model:ClassifyJudgerConfig",
         "compass_verifier_v2": "xrl_lite.judger.presets.compass_verifier_v2:CompassVerifierV2Config",
     },
 )
 """Kinds of judgers by the name in ``type``. User code adds its own with ``@JUDGERS.register("name")``."""
 
 
-def _choose(given: Mapping[str, Any]) -> type[BaseModel]:
-    name = given.get("type", "composed" if "branches" in given else DEFAULT_TYPE)
-    if not isinstance(name, str):
-        raise UnknownNameError(f"type must be the name of a judger, got {name!r}. Known: {', '.join(JUDGERS)}.")
-    try:
-        kind = JUDGERS.resolve(name)
-    except PluginError as error:
-        raise ConfigError(str(error)) from error
+def _choose(name: str) -> type[BaseModel]:
+    kind = JUDGERS.resolve(name)
     if not _is_judger_settings(kind):
         raise ConfigError(f"{name!r} is not a JudgerConfig or ComposedJudgerConfig.")
     return kind
 
 
-def _validate(value: Any) -> Any:
-    chosen = validate_chosen(_choose, value)
-    if not _is_judger_settings(type(cast("object", chosen))):
+def _default_type(mapping: Mapping[str, Any]) -> str:
+    return "composed" if "branches" in mapping else "native"
+
+
+def _must_be_judger(value: Any) -> Any:
+    if not _is_judger_settings(type(cast("object", value))):
         raise ValueError(
             f"must be a judger: a JudgerConfig, a ComposedJudgerConfig, or a mapping with type: one of "
             f"{', '.join(JUDGERS)}; got {value!r}."
         )
-    return chosen
+    return value
 
 
 def _is_judger_settings(kind: object) -> bool:
@@ -65,15 +66,9 @@ def _is_judger_settings(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, JudgerConfig | ComposedJudgerConfig)
 
 
-def _dump(config: Any, info: SerializationInfo) -> Any:
-    values = config.model_dump(
-        mode=info.mode,
-        exclude_unset=info.exclude_unset,
-        exclude_defaults=info.exclude_defaults,
-        exclude_none=info.exclude_none,
-    )
-    return {"type": JUDGERS.name_of(cast("type[BaseModel]", type(config))), **values}
-
-
 if not TYPE_CHECKING:
-    AnyJudgerConfig = Annotated[Any, BeforeValidator(_validate), PlainSerializer(_dump)]
+    AnyJudgerConfig = Annotated[
+        Any,
+        *chosen_by_type(_choose, JUDGERS.name_of, default=_default_type),
+        AfterValidator(_must_be_judger),
+    ]

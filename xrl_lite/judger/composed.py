@@ -115,23 +115,15 @@ class ComposedJudger(Judger):
                 judged[index] = state
         return judged
 
-    async def trial(self, rollout_state: RolloutState) -> RolloutState:
-        """Score one state at the one branch it selects, without counting it."""
-        routes = self._innermost(rollout_state)
-        return await (routes[0].branch.trial(rollout_state) if len(routes) == 1 else self.judge(rollout_state))
-
     def statistics(self, *, reset: bool = False) -> Statistics:
         """Return counts and times of this judger and of all branches, by name; branches of one name are added up."""
         return add_statistics(
             [super().statistics(reset=reset), *(branch.statistics(reset=reset) for branch in self.branches.values())]
         )
 
-    def gold_response(self, rollout_state: RolloutState, label: Any) -> str | None:
-        """Return what the one selected branch says; with several, no response is known to be right for all."""
-        routes = self._innermost(rollout_state)
-        if len(routes) != 1:
-            return None
-        return routes[0].branch.gold_response(rollout_state, label)
+    def parts(self, rollout_state: RolloutState) -> list[BaseJudger]:
+        """Return the branches that a state selects, those inside of composed branches as well."""
+        return _leaves(self._routes(rollout_state.data_source))
 
     async def aclose(self) -> None:
         """Close all branches."""
@@ -143,14 +135,6 @@ class ComposedJudger(Judger):
         """Close all branches at once."""
         for branch in self.branches.values():
             branch.close()
-
-    def _innermost(self, state: RolloutState) -> Sequence[_Route]:
-        routes = self._routes(state.data_source)
-        inside = routes
-        while inside:
-            routes = inside
-            inside = () if len(routes) > 1 else routes[0].inside
-        return routes
 
     def _routes(self, data_source: Any) -> Sequence[_Route]:
         return self._routes_to(select_branches(data_source, list(self.branches)), data_source)
@@ -312,6 +296,10 @@ def _check_branch(name: str, branch: object) -> None:
             f"RolloutState, so they may only work on payloads. Got {type(branch).__name__}."
         )
     raise TypeError(f"ComposedJudger branch must be a Judger instance, but {name!r} is {type(branch).__name__}.")
+
+
+def _leaves(routes: Sequence[_Route]) -> list[BaseJudger]:
+    return [leaf for route in routes for leaf in (_leaves(route.inside) if route.inside else [route.branch])]
 
 
 async def _run(state: RolloutState, route: _Route) -> Judgement:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias, cast
 
 from pydantic import (
@@ -26,21 +26,27 @@ from pydantic import (
 
 from xrl_lite.actors import CPUResourcesConfig
 from xrl_lite.errors import ConfigError, did_you_mean
-from xrl_lite.judger.adapters import ADAPTERS, RewardAdapter
+from xrl_lite.judger.adapters import ADAPTERS, RewardAdapter, adapt
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.choice import AnyJudgerConfig
-from xrl_lite.judger.handler import is_async, is_url, load_handler
+from xrl_lite.judger.handler import is_async, is_url, load_handler, load_handlers
 from xrl_lite.judger.merge import WeightedMerge
 from xrl_lite.judger.native import DEFAULT_CONCURRENCY, NativeJudger, SyncIn
 from xrl_lite.judger.outcome import JudgementPolicy, OnError
+from xrl_lite.judger.rate_limit import RateLimit
 from xrl_lite.settings import Settings
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
 
 
+Handler: TypeAlias = Callable[..., Any] | str
+
 CallableOrPath: TypeAlias = Annotated[Callable[..., Any] | str, WithJsonSchema({"type": "string"})]
 """What YAML writes as a path, and Python may give as a callable."""
+
+RewardCode: TypeAlias = CallableOrPath | list[CallableOrPath] | None
+"""Reward code, or several functions."""
 
 
 class _DumpsWhatLoads(Settings):
@@ -74,8 +80,9 @@ class JudgerConfig(_DumpsWhatLoads):
     judger_name: str
     """Name in messages, metrics and worker logs."""
 
-    reward_handler: CallableOrPath | None = Field(default=None, exclude=True)
-    """What scores: a callable (sync or async), "package.module:name", "file.py:name", or the URL of a service."""
+    reward_handler: RewardCode = Field(default=None, exclude=True)
+    """What scores: a callable (sync or async), "package.module:name", "file.py:name", or the URL of a service.
+    A list of functions with signature trl or trl_chat."""
 
     request_timeout: float = Field(default=30.0, gt=0)
     """Longest run of one judgement, in seconds, from when it starts to run; a worker that takes longer is replaced."""
@@ -91,6 +98,12 @@ class JudgerConfig(_DumpsWhatLoads):
 
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any], exclude=True)
     """Further arguments for a reward function of another signature; they win over what the sample gives."""
+
+    reward_weights: list[float] | None = None
+    """One factor for each of several reward functions; 1.0 each when not given."""
+
+    rate_limit: RateLimit | None = None
+    """Most judgements per minute, over all workers together. No limit when not given."""
 
     on_error: OnError = "fail_sample"
     """A sample without a score: fail_sample drops it with a message, zero scores it 0.0, raise stops the run."""
@@ -132,13 +145,8 @@ class JudgerConfig(_DumpsWhatLoads):
 
     @model_validator(mode="after")
     def _handler_can_be_called(self) -> Self:
-        if self.reward_handler is not None and not is_url(self.reward_handler):
-            handler = load_handler(self.reward_handler, judger=self.judger_name)
-            adapter = (
-                handler
-                if isinstance(handler, RewardAdapter)
-                else ADAPTERS[self.signature](handler, reward_kwargs=self.reward_kwargs)
-            )
+        adapter = self.adapter()
+        if adapter is not None:
             adapter.check(judger=self.judger_name)
         return self
 
@@ -156,12 +164,23 @@ class JudgerConfig(_DumpsWhatLoads):
         """Judgements that one worker process runs at the same time."""
         return self.max_concurrency or (DEFAULT_CONCURRENCY if self.waits_rather_than_computes() else 1)
 
+    def adapter(self) -> RewardAdapter | None:
+        """Return what calls the reward function; None for a service, and where there is none."""
+        if self.reward_handler is None or is_url(self.reward_handler):
+            return None
+        return adapt(
+            load_handlers(self.reward_handler, judger=self.judger_name),
+            judger=self.judger_name,
+            signature=self.signature,
+            reward_kwargs=self.reward_kwargs,
+            weights=self.reward_weights,
+        )
+
     def waits_rather_than_computes(self) -> bool:
         """Return whether one process may run many judgements at a time."""
-        handler = self.reward_handler
-        if handler is None or type(self).build_local is not JudgerConfig.build_local:
+        if self.reward_handler is None or type(self).build_local is not JudgerConfig.build_local:
             return False
-        return is_url(handler) or is_async(load_handler(handler, judger=self.judger_name))
+        return is_url(self.reward_handler) or is_async(self.adapter())
 
     def gold_response(self, label: Any) -> str | None:
         """Return a right response for a label, or None where it is not known how one looks."""
@@ -171,7 +190,7 @@ class JudgerConfig(_DumpsWhatLoads):
         """Return the judger itself; it runs in the process that calls this. Override it for judgers of your own."""
         return self.native(self.reward_handler, self.extra_info)
 
-    def native(self, handler: Callable[..., Any] | str | None, extra_info: dict[str, Any]) -> NativeJudger:
+    def native(self, handler: Handler | Sequence[Handler] | None, extra_info: dict[str, Any]) -> NativeJudger:
         """Return a native judger with these settings, for presets that wrap the handler or add to `extra_info`."""
         return NativeJudger(
             judger_name=self.judger_name,
@@ -180,6 +199,7 @@ class JudgerConfig(_DumpsWhatLoads):
             request_timeout=self.request_timeout,
             signature=self.signature,
             reward_kwargs=self.reward_kwargs,
+            reward_weights=self.reward_weights,
             sync_in=self.sync_in,
             max_concurrency=self.max_concurrency or DEFAULT_CONCURRENCY,
             on_error=self.on_error,

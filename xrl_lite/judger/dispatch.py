@@ -3,18 +3,19 @@
 Sending one payload costs about as much as scoring a few hundred short answers. So whoever gets a place while others
 wait takes some of them along, as many as are expected to take a fiftieth of a second together. Such a journey has a
 short limit of its own; when it fails in any way, everybody on board travels again, alone and with the full limit. So
-each judgement ends as it would have without company.
+each judgement ends as it would have without company. While journeys are that short, a worker is sent the next one
+before it is back from the last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
-from xrl_lite.errors import ActorDiedError, ActorUnavailableError
+from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError
 from xrl_lite.judger.outcome import no_worker_left
+from xrl_lite.judger.quarantine import MAX_ENDED, Quarantine
 from xrl_lite.judger.slots import Carried, Lead, Slots, Ticket
 from xrl_lite.judger.stopwatch import execution_starts, execution_took
 from xrl_lite.log import get_logger
@@ -30,22 +31,9 @@ _PATIENCE = 20
 _SMOOTHING = 0.2
 
 
-@dataclass(frozen=True)
-class Item:
-    """What came of one payload of a journey."""
-
-    value: Any
-    """The output, or the exception."""
-    is_output: bool
-    """Which of them it is."""
-    run_s: float
-    """Seconds it took in the worker."""
-
-    def unwrap(self) -> Any:
-        """Return the output or raise the exception."""
-        if self.is_output:
-            return self.value
-        raise self.value
+Item: TypeAlias = tuple[Any, bool, float]
+"""What came of one payload of a journey: the output or the exception, whether it is the output, and the seconds it took
+in the worker. A plain tuple, as many of them travel."""
 
 
 class Worker(Protocol):
@@ -77,8 +65,11 @@ class Dispatcher:
     def __init__(self, judger: str, workers: Sequence[Worker]) -> None:
         self._judger = judger
         self._workers = list(workers)
+        self.quarantine = Quarantine(judger)
+        """Payloads that are not run any more."""
         self._slots = Slots([worker.max_concurrency for worker in workers])
         self._expected_s: float | None = None
+        self._can_prefetch = all(worker.can_take_many for worker in workers)
 
     @property
     def loads(self) -> list[int]:
@@ -90,8 +81,10 @@ class Dispatcher:
 
         Raises:
             JudgerError: no worker is left.
+            ActorTimeoutError, ActorDiedError: it ended its worker now, or two of them before.
             Exception: what the worker raised.
         """
+        self.quarantine.check(payload)
         while True:
             place = await self._slots.acquire(None if isinstance(payload, list) else payload)
             if isinstance(place, Carried):
@@ -111,11 +104,16 @@ class Dispatcher:
         passengers = self._board(worker, place, payload)
         if passengers:
             item = await self._travel(worker, payload, passengers)
-            if isinstance(item, Item):
+            if isinstance(item, tuple):
                 return _unwrap(item)
             num_deaths += isinstance(item, ActorDiedError)
         began = perf_counter()
-        output = await worker.send(payload, num_deaths=num_deaths)
+        try:
+            output = await worker.send(payload, num_deaths=num_deaths)
+        except (ActorTimeoutError, ActorDiedError) as error:
+            # one that died has been sent until it had ended as many as it may
+            self.quarantine.note(payload, error, num_ended=1 if isinstance(error, ActorTimeoutError) else MAX_ENDED)
+            raise
         self._learn(perf_counter() - began)
         return output
 
@@ -134,7 +132,7 @@ class Dispatcher:
             items = await worker.send_many([payload, *(ticket.payload for ticket in passengers)], limit_s=limit_s)
         except Exception as error:  # noqa: BLE001 - whatever it was, each payload finds out alone
             logger.info("judger %r: %d payloads travel alone after %r", self._judger, count, error)
-            self._expected_s = None
+            self._forget()
             self._slots.put_back(passengers, died=isinstance(error, ActorDiedError))
             return error
         except BaseException:
@@ -142,14 +140,22 @@ class Dispatcher:
             raise
         for ticket, item in zip(passengers, items[1:], strict=True):
             self._slots.carry(ticket, item)
-        self._learn(sum(item.run_s for item in items) / count)
+        self._learn(sum(run_s for _, _, run_s in items) / count)
         return items[0]
 
     def _learn(self, run_s: float) -> None:
         known = self._expected_s
         self._expected_s = max(run_s if known is None else known + _SMOOTHING * (run_s - known), 1e-6)
+        self._slots.extra = int(self._can_prefetch and self._expected_s * MAX_TOGETHER < _JOURNEY_S)
+
+    def _forget(self) -> None:
+        self._expected_s = None
+        self._slots.extra = 0
 
 
 def _unwrap(item: Item) -> Any:
-    execution_took(item.run_s)
-    return item.unwrap()
+    value, is_output, run_s = item
+    execution_took(run_s)
+    if is_output:
+        return value
+    raise value

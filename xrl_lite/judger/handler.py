@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from xrl_lite.errors import ConfigError, PluginError
@@ -42,6 +42,13 @@ def load_handler(handler: object, *, judger: str) -> RewardHandler:
     if not callable(found):
         raise ConfigError(f"judger {judger!r}: reward_handler {found!r} is not callable. {_FORMS}")
     return found
+
+
+def load_handlers(handler: object, *, judger: str) -> RewardHandler | list[RewardHandler]:
+    """Do the same for a setting that may be a list of them."""
+    if isinstance(handler, list | tuple):
+        return [load_handler(one, judger=judger) for one in cast("Sequence[object]", handler)]
+    return load_handler(handler, judger=judger)
 
 
 def handler_name(handler: object) -> str:

@@ -16,7 +16,6 @@ from xrl_lite.judger.outcome import JudgementTimeoutError, RewardValueError
 if TYPE_CHECKING:
     import httpx
 
-_RETRIED_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 _MAX_BACKOFF_S = 10.0
 _SHOWN = 200
 
@@ -100,9 +99,9 @@ class HttpScorer:
             wait_s = self._backoff_s * 2**tried * self._jitter.uniform(0.75, 1.25)
             can_retry = tried < self._max_retries and monotonic() + wait_s < deadline
             answer = await self._post(body, swallow=can_retry)
-            if answer is not None and not (can_retry and answer.status_code in _RETRIED_STATUSES):
+            if answer is not None and not (can_retry and may_pass(answer.status_code)):
                 return _read_json(answer, self.url)
-            await anyio.sleep(min(_retry_after(answer, wait_s), _MAX_BACKOFF_S))
+            await anyio.sleep(retry_after(answer, wait_s))
         raise AssertionError("the last try returns or raises")
 
     async def aclose(self) -> None:
@@ -123,6 +122,11 @@ class HttpScorer:
             return None
 
 
+def may_pass(status: int) -> bool:
+    """Return whether the trouble that an HTTP status stands for may be over at the next try."""
+    return status in (408, 429) or status >= 500
+
+
 async def _open_client(
     timeout_s: float, transport: httpx.AsyncBaseTransport | None
 ) -> AsyncGenerator[httpx.AsyncClient, None]:
@@ -141,6 +145,7 @@ def _read_json(answer: httpx.Response, url: str) -> Any:
         raise RewardValueError(f"{url} answered {kind} instead of JSON: {answer.text[:_SHOWN]!r}") from error
 
 
-def _retry_after(answer: httpx.Response | None, wait_s: float) -> float:
+def retry_after(answer: httpx.Response | None, wait_s: float) -> float:
+    """Return the seconds that an answer asks to wait, or else `wait_s`; never very many."""
     told = answer.headers.get("retry-after", "") if answer is not None else ""
-    return float(told) if told.isdigit() else wait_s
+    return min(float(told) if told.isdigit() else wait_s, _MAX_BACKOFF_S)

@@ -14,7 +14,7 @@ logger = get_logger(__name__)
 
 _TIMES_KEPT = 10_000
 _POISONED_KEPT = 100
-_COUNTS = frozenset(outcome.value for outcome in Outcome)
+_COUNTS = frozenset({*(outcome.value for outcome in Outcome), "poisoned"})
 
 Statistics = dict[str, dict[str, float]]
 """Per judger: counts of outcomes, and seconds at work and in line at the median and the 99th percentile."""
@@ -94,6 +94,7 @@ def add_statistics(parts: Iterable[Statistics]) -> Statistics:
         for name, values in part.items():
             known = table.setdefault(name, dict.fromkeys(values, 0))
             for key, value in values.items():
+                known.setdefault(key, 0)
                 known[key] = known[key] + value if key in _COUNTS else max(known[key], value)
     return table
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
 import anyio
 
 from xrl_lite.data.rollout_state import RolloutState
-from xrl_lite.judger.adapters import ADAPTERS, RewardAdapter, XtunerReward, select_needed
+from xrl_lite.judger.adapters import RewardAdapter, XtunerReward, adapt, select_needed
 from xrl_lite.judger.base import (
     Judger,
     JudgerOutput,
@@ -20,7 +20,7 @@ from xrl_lite.judger.base import (
     label_of,
     within,
 )
-from xrl_lite.judger.handler import RewardHandler, code_file, is_async, is_url, load_handler
+from xrl_lite.judger.handler import RewardHandler, code_file, is_async, is_url, load_handlers
 from xrl_lite.judger.http import HttpScorer
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import (
@@ -48,11 +48,12 @@ class NativeJudger(Judger):
 
     Args:
         judger_name: Name in messages and metrics.
-        reward_handler: A callable, sync or async; its path; or the URL of a service.
+        reward_handler: A callable, sync or async; its path; the URL of a service; or, for TRL, several functions.
         extra_info: Handed to the reward code, as a fresh shallow copy for every call.
         request_timeout: Longest run of one judgement, in seconds.
         signature: How the reward code is called; see `xrl_lite.judger.adapters`.
         reward_kwargs: Further arguments for the reward code.
+        reward_weights: One factor for each of several functions.
         sync_in: "loop" runs a sync function right in the event loop, without a thread and without a limit.
         max_concurrency: Async judgements at the same time.
         on_error: What happens to a sample without a score.
@@ -67,12 +68,13 @@ class NativeJudger(Judger):
     def __init__(
         self,
         judger_name: str = "native_judger",
-        reward_handler: RewardHandler | str | None = None,
+        reward_handler: RewardHandler | str | Sequence[RewardHandler | str] | None = None,
         extra_info: Mapping[str, Any] | None = None,
         request_timeout: float = 30.0,
         *,
         signature: str = "xtuner",
         reward_kwargs: Mapping[str, Any] | None = None,
+        reward_weights: Sequence[float] | None = None,
         sync_in: SyncIn = "thread",
         max_concurrency: int = DEFAULT_CONCURRENCY,
         on_error: OnError = "fail_sample",
@@ -95,11 +97,12 @@ class NativeJudger(Judger):
             )
             self._reward = XtunerReward(self._http)
         elif reward_handler is not None:
-            handler = load_handler(reward_handler, judger=judger_name)
-            self._reward = (
-                handler
-                if isinstance(handler, RewardAdapter)
-                else ADAPTERS[signature](handler, reward_kwargs=reward_kwargs)
+            self._reward = adapt(
+                load_handlers(reward_handler, judger=judger_name),
+                judger=judger_name,
+                signature=signature,
+                reward_kwargs=reward_kwargs,
+                weights=reward_weights,
             )
         self.is_async = self._reward is not None and is_async(self._reward)
         """Whether the reward code is a coroutine function or a service."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import CoroutineType
 from typing import Any
 
 import anyio
@@ -10,7 +11,9 @@ import anyio
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch
 from xrl_lite.judger.dispatch import Dispatcher, Item
+from xrl_lite.judger.ledger import Statistics
 from xrl_lite.judger.outcome import JudgementPolicy
+from xrl_lite.judger.quarantine import with_quarantine
 from xrl_lite.judger.remote import RemoteJudger
 
 
@@ -61,14 +64,22 @@ class JudgerPool(Judger):
         """Return what the first replica says."""
         return self.replicas[0].gold_response(rollout_state, label)
 
-    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    def wrong_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return what the first replica says."""
+        return self.replicas[0].wrong_response(rollout_state, label)
+
+    def judge_payload(self, payload: JudgerPayloadBatch) -> CoroutineType[Any, Any, JudgerOutputBatch]:
         """Score at the next replica that has a place; a list goes to one replica as a whole.
 
         Raises:
             JudgerError: no replica has a worker left.
             Exception: what the replica raised.
         """
-        return await self._dispatcher.run(payload)
+        return self._dispatcher.run(payload)
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        """Return counts and times, and how many payloads are in quarantine."""
+        return with_quarantine(super().statistics(reset=reset), self._dispatcher.quarantine)
 
     def get_worker_status(self) -> dict[str, int]:
         """Return what is in flight at each replica."""

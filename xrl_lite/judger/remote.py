@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Sequence
 from time import perf_counter
+from types import CoroutineType
 from typing import Any, Protocol, cast
 
 import anyio
@@ -16,15 +17,14 @@ from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ActorDiedError
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, within
 from xrl_lite.judger.dispatch import Dispatcher, Item
+from xrl_lite.judger.ledger import Statistics
 from xrl_lite.judger.native import NativeJudger
 from xrl_lite.judger.outcome import JudgementPolicy
+from xrl_lite.judger.quarantine import MAX_ENDED, with_quarantine
 from xrl_lite.judger.whereabouts import full_traceback
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
-
-MAX_ATTEMPTS = 2
-"""A payload is sent once more when its worker died; a second death is its own doing."""
 
 
 class RayJudgerProxy(Protocol):
@@ -101,7 +101,11 @@ class RemoteJudger(Judger):
         """Return what the judger behind it says."""
         return None if self.preprocess_judger is None else self.preprocess_judger.gold_response(rollout_state, label)
 
-    async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    def wrong_response(self, rollout_state: RolloutState, label: Any) -> str | None:
+        """Return what the judger behind it says."""
+        return None if self.preprocess_judger is None else self.preprocess_judger.wrong_response(rollout_state, label)
+
+    def judge_payload(self, payload: JudgerPayloadBatch) -> CoroutineType[Any, Any, JudgerOutputBatch]:
         """Score in the worker. Waits for a place at it; cancelling frees the place, and the worker.
 
         Raises:
@@ -110,7 +114,7 @@ class RemoteJudger(Judger):
             ActorUnavailableError: no worker is left.
             Exception: what the reward code raised.
         """
-        return await self._dispatcher.run(payload)
+        return self._dispatcher.run(payload)
 
     async def send(self, payload: JudgerPayloadBatch, *, num_deaths: int = 0) -> JudgerOutputBatch:
         """Send a payload now, and once more if the worker dies of something else than this payload."""
@@ -119,7 +123,7 @@ class RemoteJudger(Judger):
                 return await self._send_once(payload)
             except ActorDiedError as error:
                 num_deaths += 1
-                if num_deaths >= MAX_ATTEMPTS:
+                if num_deaths >= MAX_ENDED:  # a second death is its own doing
                     raise
                 logger.warning("judger %r: sending a payload again, its worker died: %s", self.get_judger_name(), error)
 
@@ -136,6 +140,10 @@ class RemoteJudger(Judger):
         if stop is not None:
             await stop()
         await super().aclose()
+
+    def statistics(self, *, reset: bool = False) -> Statistics:
+        """Return counts and times, and how many payloads are in quarantine."""
+        return with_quarantine(super().statistics(reset=reset), self._dispatcher.quarantine)
 
     def close(self) -> None:
         """End the worker at once."""
@@ -161,6 +169,7 @@ class JudgerActor:
 
     def __init__(self, judger_config: BuildsJudger) -> None:
         self.judger = judger_config.build_local()
+        self.judger.prepare()
         self._runner: asyncio.Runner | None = None
 
     def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
@@ -185,12 +194,12 @@ class JudgerActor:
         try:
             output = self.judge_payload(payload)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
-            return Item(_ready_to_travel(error), is_output=False, run_s=perf_counter() - began)
-        return Item(output, is_output=True, run_s=perf_counter() - began)
+            return _ready_to_travel(error), False, perf_counter() - began
+        return output, True, perf_counter() - began
 
     def _run(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         if _a_loop_runs_here():  # a backend without processes
-            return _run_in_thread(self.judger, payload)
+            return run_to_end(self.judger, payload)
         if self._runner is None:
             self._runner = asyncio.Runner()  # kept: clients and limiters belong to a loop
         return self._runner.run(self.judger.judge_payload(payload))
@@ -227,7 +236,8 @@ def _a_loop_runs_here() -> bool:
     return True
 
 
-def _run_in_thread(judger: Judger, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+def run_to_end(judger: Judger, payload: JudgerPayloadBatch) -> Any:
+    """Return what an async judger says, out of sync code: in a thread, as a loop may run in this one."""
     results: list[JudgerOutputBatch] = []
     errors: list[Exception] = []
 

@@ -31,6 +31,8 @@ def check_reward(reward: Any, *, judger: str, sample: object, needs_score: bool 
             return
         raise _unusable("must have the key 'score'", values, judger, sample)
     score = values["score"]
+    if type(score) is float and math.isfinite(score):  # nearly all are
+        return
     try:
         is_finite = not isinstance(score, str | bytes) and math.isfinite(score)
     except (TypeError, ValueError, OverflowError):

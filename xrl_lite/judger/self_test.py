@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,8 @@ _SHOWN = 300
 class SelfTestResult:
     """What a self-test saw."""
 
+    judger: str
+    """Name of the judger."""
     right_response: str
     """The response that has to score higher."""
     right_score: float
@@ -28,41 +29,40 @@ class SelfTestResult:
     """Its score."""
 
 
-async def self_test(judger: BaseJudger, state: RolloutState) -> SelfTestResult | None:
+async def self_test(judger: BaseJudger, state: RolloutState) -> list[SelfTestResult]:
     """Score a right and a wrong response to the prompt of `state`, which is left as it is; counts in no statistics.
 
-    Both are made from the label, the wrong one from a changed label. Returns None where that is not possible: there is
-    no label, or the judger does not say how a right response looks (`JudgerConfig.gold_template`, `gold_response`).
+    Each judger that the state goes to is tested by itself. The responses are made from the label (the wrong one from
+    another label). A judger is left out where that is not possible: there is no label, or nobody says how a right
+    response looks (`JudgerConfig.gold_template`, `gold_response`).
 
     Raises:
         JudgerError: the right one does not score higher, or one of them gets no score; both are shown.
     """
     label = label_of(state)
     if label is None:
-        return None
-    right = judger.gold_response(state, label)
-    wrong = judger.gold_response(state, wrong_label(label))
+        return []
+    tested = [await _test(part, state, label) for part in judger.parts(state)]
+    return [result for result in tested if result is not None]
+
+
+async def _test(judger: BaseJudger, state: RolloutState, label: Any) -> SelfTestResult | None:
+    name = judger.get_judger_name()
+    right, wrong = judger.gold_response(state, label), judger.wrong_response(state, label)
     if right is None or wrong is None or right == wrong:
         return None
     right_score = await _score(judger, state, right, "right", label)
     wrong_score = await _score(judger, state, wrong, "wrong", label)
     if not right_score > wrong_score:
         raise JudgerError(
-            f"The self-test of judger {judger.get_judger_name()!r} failed: a right answer must score higher than a "
+            f"The self-test of judger {name!r} failed: a right answer must score higher than a "
             f"wrong one.\n  label          {_short(label)}\n  right response {_short(right)} -> score {right_score}\n"
             f"  wrong response {_short(wrong)} -> score {wrong_score}\n"
             f"Check the reward code and the ground truth; if a right response looks different, set gold_template."
         )
-    return SelfTestResult(right_response=right, right_score=right_score, wrong_response=wrong, wrong_score=wrong_score)
-
-
-def wrong_label(label: Any) -> str:
-    """Return a label that is certainly not this one: another number if it holds one, else another text."""
-    text = str(label)
-    number = re.search(r"\d+(?!.*\d)", text, re.DOTALL)
-    if number is None:
-        return f"not {text}"
-    return f"{text[: number.start()]}{int(number[0]) + 1}{text[number.end() :]}"
+    return SelfTestResult(
+        judger=name, right_response=right, right_score=right_score, wrong_response=wrong, wrong_score=wrong_score
+    )
 
 
 async def _score(judger: BaseJudger, state: RolloutState, response: str, kind: str, label: Any) -> float:

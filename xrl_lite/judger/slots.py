@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+_SHORT_LINE = 8
+
 
 @dataclass(frozen=True)
 class Lead:
@@ -59,6 +61,9 @@ class Slots:
     Args:
         capacities: Places at each worker; None stands for no limit.
     """
+
+    extra: int = 0
+    """Further places at each worker while the line is long, so that it need not wait for us between two journeys."""
 
     def __init__(self, capacities: Sequence[int | None]) -> None:
         self._capacities = list(capacities)
@@ -147,19 +152,19 @@ class Slots:
             if self._line[0].is_void:
                 self._line.popleft()
                 continue
-            index = self._take_free()
+            index = self._take_free(extra=self.extra if len(self._line) > _SHORT_LINE else 0)
             if index is None:
                 return
             ticket = self._line.popleft()
             ticket.future.set_result(Lead(index, ticket.num_deaths, ticket.travels_alone))
 
-    def _take_free(self) -> int | None:
+    def _take_free(self, *, extra: int = 0) -> int | None:
         if len(self._retired) == len(self._capacities):
             raise next(iter(self._retired.values()))
         for step in range(len(self._capacities)):
             index = (self._next + step) % len(self._capacities)
             capacity = self._capacities[index]
-            if index not in self._retired and (capacity is None or self._in_flight[index] < capacity):
+            if index not in self._retired and (capacity is None or self._in_flight[index] < capacity + extra):
                 self._in_flight[index] += 1
                 self._next = (index + 1) % len(self._capacities)
                 return index

@@ -6,17 +6,23 @@ when it stops waiting. The stopwatch is found through the context of the task, s
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from time import perf_counter
+from typing import Self
 
 
 class Stopwatch:
-    """Notes when a judgement was asked for and when it started to run."""
+    """Measures the judgement made in its ``with`` block: when it was asked for, and when it started to run."""
 
-    def __init__(self) -> None:
+    __slots__ = ("_asked", "_started", "_token")
+
+    def __enter__(self) -> Self:
+        self._token = _current.set(self)
         self._asked = self._started = perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
 
     def start(self) -> None:
         """Note that the judgement starts to run now; the last note counts."""
@@ -32,17 +38,6 @@ class Stopwatch:
 
 
 _current: ContextVar[Stopwatch | None] = ContextVar("xrl_lite_judger_stopwatch", default=None)
-
-
-@contextmanager
-def stopwatch() -> Generator[Stopwatch]:
-    """Measure the judgement made in this block."""
-    watch = Stopwatch()
-    token = _current.set(watch)
-    try:
-        yield watch
-    finally:
-        _current.reset(token)
 
 
 def execution_starts() -> None:

@@ -201,3 +201,50 @@ def test_a_wrong_signature_is_refused_when_the_config_is_read(signature: str, fu
     with pytest.raises(ValueError, match="judger 'x'") as caught:
         JudgerConfig(judger_name="x", reward_handler=function, signature=signature)
     assert says in str(caught.value)
+
+
+def right_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [_gsm8k(text, gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def short_answer(completions: list[str]) -> list[float]:
+    return [1.0 if len(text) < 10 else 0.0 for text in completions]
+
+
+async def test_several_functions_may_be_named_in_yaml() -> None:
+    config = JudgerConfig.model_validate(
+        {
+            "judger_name": "x",
+            "signature": "trl",
+            "reward_handler": [f"{__name__}:right_answer", f"{__file__}:short_answer"],
+            "reward_weights": [1.0, 0.5],
+        }
+    )
+    assert JudgerConfig.model_validate(config.model_dump(mode="json")) == config
+    state = await config.build().judge(sample(WRONG))
+    assert state.reward == {"score": 0.5, "right_answer": 0.0, "short_answer": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"signature": "trl", "reward_weights": [1.0]}, "one weight per reward function, got 2 and 1"),
+        ({"signature": "verl"}, "several reward functions, and reward_weights, go with signature trl"),
+        ({"signature": "trl", "reward_handler": [trl, "no_such.py:f"]}, "there is no such file"),
+        ({"signature": "trl", "reward_handler": []}, "one weight per reward function, got 0"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(settings: dict[str, Any], says: str) -> None:
+    complete = {"judger_name": "x", "reward_handler": [right_answer, short_answer], **settings}
+    with pytest.raises(ValueError, match=says):
+        JudgerConfig.model_validate(complete)
+
+
+async def test_what_trl_functions_log_is_kept_with_the_reward() -> None:
+    def logging(completions: Any, log_extra: Any, log_metric: Any, trainer_state: Any) -> list[float]:
+        log_extra("length", [len(text) for text in completions])
+        log_metric("calls", 1.0)
+        return [0.5]
+
+    state = await JudgerConfig(judger_name="x", reward_handler=logging, signature="trl").build().judge(sample("abc"))
+    assert state.reward == {"score": 0.5, "length": 3, "calls": 1.0}

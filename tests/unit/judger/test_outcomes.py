@@ -118,6 +118,21 @@ async def test_a_payload_that_ran_too_long_is_not_sent_again() -> None:
     assert len(actor.payloads) == 1
 
 
+@pytest.mark.parametrize(
+    ("error", "outcome", "sent"),
+    [(ActorTimeoutError("too long"), "timeout", 2), (ActorDiedError("SIGSEGV"), "crashed", 2)],
+)
+async def test_what_has_ended_two_workers_ends_no_third(error: Exception, outcome: str, sent: int) -> None:
+    actor = FakeActor(lambda payload: error if payload["response"] == "bad" else {"score": 1.0})
+    judger = JudgerPool([RemoteJudger(actor, "p"), RemoteJudger(actor, "p")], "p")
+    states = [await judger.judge(make_state("bad", rollout_id=index)) for index in range(4)]
+    assert [state.extra_fields["judgement"]["outcome"] for state in states] == [outcome] * 4
+    assert len(actor.payloads) == sent
+    assert "not run again: this very payload has ended 2 workers" in str(states[-1].error_msg)
+    assert (await judger.judge(make_state("good"))).reward == {"score": 1.0}
+    assert judger.statistics()["p"]["poisoned"] == 1
+
+
 async def test_no_worker_left_stops_the_run() -> None:
     judger = RemoteJudger(FakeActor(lambda _: ActorUnavailableError("restarts are used up")), "remote")
     with pytest.raises(JudgerError, match=r"no worker process left.*restarts are used up"):

@@ -57,7 +57,8 @@ def test_r12_the_thread_that_judges_makes_no_difference() -> None:
     scores: list[float] = []
 
     def judge() -> None:
-        scores.append(math.compute_reward(r"\boxed{0.5}", r"\frac{1}{2}", {})["score"])
+        responses = (r"\boxed{0.5}", r"\boxed{\frac{2}{4} + 0}")
+        scores.extend(math.compute_reward(response, r"\frac{1}{2}", {})["score"] for response in responses)
 
     async def judge_in_loop() -> None:
         judge()
@@ -67,7 +68,33 @@ def test_r12_the_thread_that_judges_makes_no_difference() -> None:
         thread = threading.Thread(target=target)
         thread.start()
         thread.join()
-    assert scores == [1.0, 1.0, 1.0]
+    assert scores == [1.0] * 6
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "is_right"),
+    [
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", True),
+        (r"\boxed{\frac{1}{\sqrt 2}}", r"\sqrt{2}/2", True),
+        ("so $x\\in[0,1)$", "[0,1)", True),
+        (r"\boxed{5}", r"5 \text{ cm}", True),
+        ("#### 14 dollars", "14", True),
+        ("that makes 14 in all", "14", True),
+        (r"\boxed{x^2+2x+2}", "(x+1)^2", False),
+        (r"\boxed{12}\boxed{13}", "12", False),
+        (r"\boxed{0.333}", "1/3", False),
+        (r"\boxed{", "2", False),
+        ("I do not know", "7", False),
+    ],
+)
+async def test_the_math_judger_knows_what_is_equivalent(response: str, label: str, is_right: bool) -> None:
+    assert await score(MathJudgerConfig(), response, label) == float(is_right)
+
+
+def test_without_the_library_the_math_judger_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math, "find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    with pytest.raises(ValueError, match=r"pip install 'xrl-lite\[math\]'"):
+        MathJudgerConfig()
 
 
 @pytest.mark.parametrize(

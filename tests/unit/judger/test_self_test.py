@@ -19,7 +19,7 @@ from xrl_lite.judger import (
     MathJudgerConfig,
     self_test,
 )
-from xrl_lite.judger.self_test import wrong_label
+from xrl_lite.judger.base import other_label
 
 PRESETS: list[JudgerConfig] = [
     ExactMatchJudgerConfig(),
@@ -43,8 +43,7 @@ PRESETS: list[JudgerConfig] = [
 async def test_presets_prove_themselves_without_a_trace(config: JudgerConfig, label: str) -> None:
     judger, state = config.build(), make_state("what the policy said", label)
     before = state.model_copy(deep=True)
-    result = await self_test(judger, state)
-    assert result is not None
+    (result,) = await self_test(judger, state)
     assert result.right_score > result.wrong_score
     assert state == before
     assert judger.statistics()[config.judger_name]["ok"] == 0
@@ -76,26 +75,28 @@ async def test_a_judger_that_raises_stops_the_run_with_its_traceback() -> None:
 
 async def test_it_is_left_out_where_nothing_is_known() -> None:
     judger = JudgerConfig(judger_name="x", reward_handler=broken).build()
-    assert await self_test(judger, make_state()) is None
-    assert await self_test(ExactMatchJudgerConfig().build(), make_state(label=None)) is None
-    assert await self_test(BaseJudger(), make_state()) is None
+    assert await self_test(judger, make_state()) == []
+    assert await self_test(ExactMatchJudgerConfig().build(), make_state(label=None)) == []
+    assert await self_test(BaseJudger(), make_state()) == []
 
 
-async def test_a_composed_judger_tests_the_one_branch_a_state_selects() -> None:
-    branches = {
+async def test_a_composed_judger_tests_every_branch_a_state_selects() -> None:
+    branches: dict[str, Any] = {
         "good": ExactMatchJudgerConfig(),
+        "deep": {"branches": {"inner": ExactMatchJudgerConfig(judger_name="inner")}},
         "bad": JudgerConfig(judger_name="bad", reward_handler=broken, gold_template="{label}"),
     }
     judger = ComposedJudgerConfig(branches=branches, weights={"good": 1, "bad": 1}).build()
-    assert await self_test(judger, make_state(data_source="good")) is not None
-    assert await self_test(judger, make_state(data_source={"good": 1, "bad": 1})) is None
-    with pytest.raises(JudgerError, match="self-test"):
-        await self_test(judger, make_state(data_source="bad"))
+    results = await self_test(judger, make_state(data_source={"good": 1, "deep": 1}))
+    assert [result.judger for result in results] == ["exact_match", "inner"]
+    for source in ("bad", {"good": 1, "bad": 1}):
+        with pytest.raises(JudgerError, match="self-test of judger 'bad'"):
+            await self_test(judger, make_state(data_source=source))
 
 
 @pytest.mark.parametrize(("label", "wrong"), [("72", "73"), ("a 1 b 9 c", "a 1 b 10 c"), ("yes", "not yes"), (5, "6")])
-def test_the_wrong_label_is_another_one(label: Any, wrong: str) -> None:
-    assert wrong_label(label) == wrong
+def test_the_other_label_is_another_one(label: Any, wrong: str) -> None:
+    assert other_label(label) == wrong
 
 
 def test_exact_is_what_the_tests_think_it_is() -> None:

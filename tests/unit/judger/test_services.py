@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,19 @@ import pytest
 
 from tests.unit.judger.states import make_state
 from xrl_lite.data import RolloutState, Status
-from xrl_lite.judger import CompassVerifierV2, CompassVerifierV2Config, HttpScorer, NativeJudger
+from xrl_lite.errors import ConfigError
+from xrl_lite.judger import (
+    ClassifyJudger,
+    ClassifyJudgerConfig,
+    CompassVerifierV2,
+    CompassVerifierV2Config,
+    HttpScorer,
+    LlmJudger,
+    LlmJudgerConfig,
+    NativeJudger,
+    self_test,
+)
+from xrl_lite.judger.hosts import Hosts
 
 URL = "http://judge.test/score"
 
@@ -54,7 +67,7 @@ async def test_body_and_reply() -> None:
 
 
 @pytest.mark.parametrize(
-    "trouble", [408, 429, 500, 502, 503, 504, httpx.ConnectError("refused"), httpx.ReadError("cut")]
+    "trouble", [408, 429, 500, 502, 503, 504, 529, httpx.ConnectError("refused"), httpx.ReadError("cut")]
 )
 async def test_passing_trouble_is_retried(trouble: Any) -> None:
     first = httpx.Response(trouble) if isinstance(trouble, int) else trouble
@@ -173,3 +186,189 @@ class TestCompassVerifier:
         assert judger.thinking_finish_words == ["<conclude>", "**Final Answer**", "</think>"]
         with pytest.raises(ValueError, match="prompt_template"):
             CompassVerifierV2Config(hosts=["one:1"], prompt_template="{answer}")
+
+
+class TestHosts:
+    def hosts(self, service: Service, clock: Clock | None = None, **options: Any) -> Hosts:
+        addresses = ["one:1", "two:2", "https://three.test/v1"]
+        return Hosts(
+            addresses, judger="j", retry_wait_s=0.0, transport=service.transport, clock=clock or Clock(), **options
+        )
+
+    def test_addresses_may_be_urls(self) -> None:
+        hosts = self.hosts(Service(good())).hosts
+        assert [host.url for host in hosts] == ["http://one:1", "http://two:2", "https://three.test"]
+
+    async def test_the_least_busy_host_that_is_well_is_asked(self) -> None:
+        asked: list[str] = []
+        waiting = asyncio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.host)
+            if len(asked) == 3:
+                waiting.set()
+            await waiting.wait()
+            return httpx.Response(200, json=1)
+
+        hosts = Hosts(["one:1", "two:2", "three:3"], judger="j", transport=httpx.MockTransport(answer))
+        await asyncio.gather(*(hosts.post("/x", {}, int) for _ in range(3)))
+        assert sorted(asked) == ["one", "three", "two"]
+        assert [host.in_flight for host in hosts.hosts] == [0, 0, 0]
+
+    async def test_a_host_that_fails_rests_longer_each_time_and_is_well_after_an_answer(self) -> None:
+        clock = Clock()
+        hosts = self.hosts(Service(httpx.ConnectError("refused"), httpx.Response(200, json=1)), clock)
+        assert await hosts.post("/x", {}, int) == 1
+        first = hosts.hosts[0]
+        assert (first.num_failures, first.rests_until) == (1, clock.now + 1.0)
+        assert hosts.choose() is hosts.hosts[1]
+        first.fail(clock.now)
+        assert first.rests_until == clock.now + 2.0
+        clock.now += 2.0
+        assert hosts.choose() is first
+        first.succeed()
+        assert (first.num_failures, first.rests_until) == (0, 0.0)
+
+    async def test_if_all_are_ill_the_one_that_rested_longest_is_asked(self) -> None:
+        clock = Clock()
+        hosts = self.hosts(Service(good()), clock)
+        for host in hosts.hosts:
+            host.fail(clock.now)
+            clock.now += 0.1
+        assert hosts.choose() is hosts.hosts[0]
+
+    async def test_every_failure_is_told_with_what_the_server_said(self) -> None:
+        hosts = self.hosts(Service(httpx.Response(401, text="wrong key")), max_retries=2)
+        with pytest.raises(RuntimeError, match="for 2 times") as caught:
+            await hosts.post("/x", {}, int)
+        assert "wrong key" in str(caught.value)
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def completion(text: str) -> httpx.Response:
+    return httpx.Response(200, json={"choices": [{"message": {"content": text}}]})
+
+
+class TestLlmJudge:
+    async def judge(self, service: Service, config: LlmJudgerConfig | None = None, **fields: Any) -> RolloutState:
+        config = config or LlmJudgerConfig(hosts=["one:1"], model="m", retry_wait_s=0.0)
+        judger = config.build_local()
+        assert isinstance(judger, LlmJudger)
+        judger.hosts = Hosts(["one:1"], judger="j", retry_wait_s=0.0, transport=service.transport)
+        return await judger.judge(make_state(**fields))
+
+    @pytest.mark.parametrize(
+        ("text", "settings", "reward"),
+        [
+            ("Same.\nVerdict: correct", {}, {"score": 1.0, "verdict": "correct"}),
+            ("Verdict: correct? No.\n**Verdict: INCORRECT.**", {}, {"score": 0.0, "verdict": "INCORRECT"}),
+            (
+                "Score: 7/10",
+                {"verdict_pattern": r"Score: (\d+)", "verdict_scores": None, "verdict_scale": 10},
+                {"score": 0.7, "verdict": "7"},
+            ),
+            ("long", {"verdict_parser": len}, {"score": 4}),
+            ("long", {"verdict_parser": lambda text: {"score": 1.0, "text": text}}, {"score": 1.0, "text": "long"}),
+        ],
+    )
+    async def test_verdicts(self, text: str, settings: Any, reward: Any) -> None:
+        config = LlmJudgerConfig(hosts=["one:1"], model="m", **settings)
+        assert (await self.judge(Service(completion(text)), config)).reward == reward
+
+    @pytest.mark.parametrize("text", ["I cannot say.", "Verdict: perhaps", ""])
+    async def test_no_verdict_is_never_a_score(self, text: str) -> None:
+        state = await self.judge(Service(completion(text)))
+        assert (state.status, state.reward) == (Status.FAILED, None)
+        assert "verdict" in str(state.error_msg)
+
+    async def test_the_prompt_holds_what_its_template_names(self) -> None:
+        service = Service(completion("Verdict: correct"))
+        config = LlmJudgerConfig(
+            hosts=["one:1"],
+            model="m",
+            prompt_template="{question}|{label}|{response}|{data_source}|{json: {}}",
+            system_prompt="Be strict.",
+            max_tokens=5,
+            extra_body={"top_p": 1},
+        )
+        await self.judge(service, config, response="hm</think>{label}", label="72", data_source="s")
+        body = json.loads(service.requests[0].content)
+        assert body == {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": "Be strict."},
+                {"role": "user", "content": "How many?|72|{label}|s|{json: {}}"},
+            ],
+            "max_tokens": 5,
+            "temperature": 0.0,
+            "top_p": 1,
+        }
+
+    async def test_the_model_is_asked_from_the_servers_once(self) -> None:
+        service = Service(verdict("Verdict: correct"))
+        config = LlmJudgerConfig(hosts=["one:1"])
+        assert (await self.judge(service, config)).reward is not None
+        assert [request.url.path for request in service.requests] == ["/v1/models", "/v1/chat/completions"]
+
+    def test_the_key_comes_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = LlmJudgerConfig(hosts=["one:1"], api_key_env="JUDGE_KEY")
+        with pytest.raises(ConfigError, match="variable JUDGE_KEY is not set"):
+            config.build()
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        config.build()
+        assert "secret" not in config.model_dump_json()
+
+    @pytest.mark.parametrize(
+        ("settings", "says"),
+        [
+            ({"hosts": []}, "hosts"),
+            ({"prompt_template": "{respnse}"}, r"must contain {response}. Did you mean 'respnse'"),
+            ({"verdict_pattern": "("}, "not a regular expression"),
+            ({"verdict_pattern": "Verdict"}, "needs a group around the verdict"),
+            ({"verdict_parser": "no_such.py:f"}, "there is no such file"),
+        ],
+    )
+    def test_bad_settings_are_refused(self, settings: Any, says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            LlmJudgerConfig.model_validate({"hosts": ["one:1"], **settings})
+
+    async def test_it_proves_itself_if_told_how_a_right_response_looks(self) -> None:
+        def answer(request: httpx.Request) -> httpx.Response:
+            prompt = json.loads(request.content)["messages"][0]["content"]
+            return completion(f"Verdict: {'correct' if '#### 72' in prompt else 'incorrect'}")
+
+        judger = LlmJudgerConfig(hosts=["one:1"], model="m", gold_template="#### {label}").build()
+        assert isinstance(judger, LlmJudger)
+        judger.hosts = Hosts(["one:1"], judger="j", transport=Service(answer).transport)
+        assert len(await self_test(judger, make_state())) == 1
+
+
+class TestClassify:
+    async def judge(self, service: Service, **options: Any) -> RolloutState:
+        hosts = Hosts(["one:1"], judger="rm", retry_wait_s=0.0, transport=service.transport)
+        return await ClassifyJudger(hosts, model="rm", **options).judge(make_state("72"))
+
+    async def test_the_probability_of_the_label_is_the_score(self) -> None:
+        service = Service(httpx.Response(200, json={"data": [{"index": 0, "probs": [0.25, 0.75]}]}))
+        assert (await self.judge(service)).reward == {"score": 0.75}
+        assert (await self.judge(service, label_index=0)).reward == {"score": 0.25}
+        assert service.requests[0].url.path == "/classify"
+        assert json.loads(service.requests[0].content) == {"model": "rm", "input": "How many?\n72"}
+
+    @pytest.mark.parametrize(
+        "answer", [httpx.Response(200, json={"data": []}), httpx.Response(200, json=[1]), httpx.Response(404)]
+    )
+    async def test_another_answer_fails_the_sample(self, answer: httpx.Response) -> None:
+        state = await self.judge(Service(answer))
+        assert (state.status, state.reward) == (Status.FAILED, None)
+
+    def test_settings(self) -> None:
+        assert isinstance(ClassifyJudgerConfig(hosts=["one:1"]).build(), ClassifyJudger)
+        with pytest.raises(ValueError, match=r"must contain {response}"):
+            ClassifyJudgerConfig(hosts=["one:1"], input_template="{prompt}")

@@ -116,3 +116,31 @@ async def test_those_in_line_are_told_when_the_last_worker_is_lost() -> None:
         await waiting
     with pytest.raises(RuntimeError, match="gone"):
         await place(slots)
+
+
+async def test_while_the_line_is_long_a_worker_has_further_places() -> None:
+    slots = Slots([1])
+    slots.extra = 1
+    first = await place(slots)
+    asking = [asyncio.create_task(place(slots, number)) for number in range(12)]
+    await asyncio.sleep(0)
+    assert slots.loads == [1]  # only a release serves the line
+    slots.release(first)
+    assert slots.loads == [2]
+    for _ in range(12):
+        slots.release(0)
+        await asyncio.sleep(0)
+    assert slots.loads == [0]
+    assert [task.result() for task in asking] == [0] * 12
+
+
+async def test_in_a_short_line_nobody_gets_a_further_place() -> None:
+    slots = Slots([1])
+    slots.extra = 1
+    first = await place(slots)
+    asking = [asyncio.create_task(place(slots, number)) for number in range(3)]
+    await asyncio.sleep(0)
+    slots.release(first)
+    assert slots.loads == [1]
+    for task in asking:
+        task.cancel()

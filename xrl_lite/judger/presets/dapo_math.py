@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from xrl_lite.judger.adapters import XtunerReward
 from xrl_lite.judger.base import Judger
-from xrl_lite.judger.config import CallableOrPath, JudgerConfig
+from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.math_answers import same_answer
 from xrl_lite.judger.outcome import RewardValueError
 
@@ -62,7 +62,7 @@ class DapoMathJudgerConfig(JudgerConfig):
     judger_name: str = "dapo_math"
     """Name in messages and metrics."""
 
-    reward_handler: CallableOrPath | None = Field(default_factory=lambda: compute_reward, exclude=True)
+    reward_handler: RewardCode = Field(default_factory=lambda: compute_reward, exclude=True)
     """What scores."""
 
     eos_token: list[str] | str

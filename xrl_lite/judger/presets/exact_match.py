@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from xrl_lite.judger.config import CallableOrPath, JudgerConfig
+from xrl_lite.judger.config import JudgerConfig, RewardCode
 
 
 def compute_reward(response: str, label: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
@@ -22,7 +22,7 @@ class ExactMatchJudgerConfig(JudgerConfig):
     judger_name: str = "exact_match"
     """Name in messages and metrics."""
 
-    reward_handler: CallableOrPath | None = Field(default_factory=lambda: compute_reward, exclude=True)
+    reward_handler: RewardCode = Field(default_factory=lambda: compute_reward, exclude=True)
     """What scores."""
 
     def gold_response(self, label: Any) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from xrl_lite.judger.config import CallableOrPath, JudgerConfig
+from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.math_answers import last_boxed, same_answer
 
 _FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
@@ -36,7 +36,7 @@ class GEO3KJudgerConfig(JudgerConfig):
     judger_name: str = "hiyouga/geometry3k"
     """Name in messages and metrics."""
 
-    reward_handler: CallableOrPath | None = Field(default_factory=lambda: compute_reward, exclude=True)
+    reward_handler: RewardCode = Field(default_factory=lambda: compute_reward, exclude=True)
     """What scores."""
 
     extra_info: dict[str, Any] = Field(default_factory=_default_extra_info, exclude=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from xrl_lite.judger.config import CallableOrPath, JudgerConfig
+from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.math_answers import final_answer, last_number, same_answer
 
 _MARKUP = r"(?:[$*`:(\[{=~]|\\(?:boxed|text|\$|\(|\[)|\s(?!\n))*"
@@ -59,7 +59,7 @@ class GSM8KJudgerConfig(JudgerConfig):
     judger_name: str = "openai/gsm8k"
     """Name in messages and metrics."""
 
-    reward_handler: CallableOrPath | None = Field(default_factory=lambda: compute_reward, exclude=True)
+    reward_handler: RewardCode = Field(default_factory=lambda: compute_reward, exclude=True)
     """What scores."""
 
     extra_info: dict[str, Any] = Field(default_factory=_default_extra_info, exclude=True)

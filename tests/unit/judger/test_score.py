@@ -1,0 +1,194 @@
+"""`xrl-lite score`: responses in a file are judged, counted, written, and gone on with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.build import write_rows
+from xrl_lite.cli import EXIT_BELOW, EXIT_ERROR, EXIT_USAGE, main
+from xrl_lite.data import DataConfig
+from xrl_lite.errors import DataError
+from xrl_lite.judger.score import read_samples
+
+
+def answers(num_rows: int = 6) -> list[dict[str, Any]]:
+    """GSM8K rows, every third of them answered wrongly."""
+    return [
+        {"question": f"{n}?", "answer": f"so\n#### {n}", "response": f"#### {n if n % 3 else n + 1}"}
+        for n in range(num_rows)
+    ]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "answers.jsonl", answers())
+
+
+def said(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    return " ".join((captured.out + captured.err).split())
+
+
+def test_rewards_are_written_in_the_order_of_the_rows_and_counted(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["score", str(data)]) == 0
+    written = records(data.with_suffix(".scored.jsonl"))
+    assert [record["reward"]["score"] for record in written] == [0, 1, 1, 0, 1, 1]
+    assert [record["row"] for record in written] == list(range(6))
+    assert written[1]["question"] == "1?"
+    assert {record["judgement"]["outcome"] for record in written} == {"ok"}
+    shown = said(capsys)
+    assert "openai/gsm8k" in shown
+    assert "0.6667" in shown
+
+
+@pytest.mark.parametrize(("threshold", "code"), [("0.5", 0), ("0.9", EXIT_BELOW)])
+def test_the_exit_code_goes_by_the_threshold(
+    data: Path, threshold: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["score", str(data), "--threshold", threshold]) == code
+    assert ("below the threshold 0.9" in said(capsys)) is (code == EXIT_BELOW)
+
+
+def test_a_run_that_was_ended_goes_on_behind_the_last_whole_line(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out" / "rewards.jsonl"
+    arguments = ["score", str(data), "--output", str(output)]
+    assert main(arguments) == 0
+    whole = output.read_text()
+    lines = whole.splitlines(keepends=True)
+    marked = lines[0].replace('"row": 0', '"row":  0')  # so that it can be told from one that is written again
+    output.write_text(marked + lines[1] + lines[2][:20])
+    assert main([*arguments]) == EXIT_USAGE
+    assert "Go on with it by --resume" in said(capsys)
+    assert main([*arguments, "--resume"]) == 0
+    again = output.read_text()
+    assert again.startswith(marked + lines[1])
+    assert [record["reward"] for record in records(output)] == [json.loads(line)["reward"] for line in lines]
+    assert "0.6667" in said(capsys)  # those that were there are counted as well
+
+
+def test_an_output_of_other_samples_is_not_gone_on_with(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["score", str(data)]) == 0
+    rows = answers()
+    rows[2]["response"] = "#### 9"
+    write_rows(data, rows)
+    assert main(["score", str(data), "--resume"]) == EXIT_USAGE
+    assert "line 3 is not about the sample that stands there" in said(capsys)
+
+
+BROKEN = """
+def sometimes(response, label, extra_info):
+    if response.endswith("5"):
+        raise ValueError("no such unit")
+    return {"score": 1.0}
+
+def never(response, label, extra_info):
+    raise KeyError("unit")
+"""
+
+
+def test_failures_are_kept_apart_from_zeros(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rewards.py").write_text(BROKEN)
+    handler = f"{tmp_path / 'rewards.py'}:sometimes"
+    arguments = ["score", str(data), "--judger", handler, "judger_name=mine", "--max-failed"]
+    assert main([*arguments, "0"]) == EXIT_BELOW
+    shown = said(capsys)
+    assert "mine" in shown
+    assert "raised" in shown
+    (failed,) = [record for record in records(data.with_suffix(".scored.jsonl")) if record["reward"] is None]
+    assert failed["row"] == 5
+    assert "ValueError: no such unit" in failed["judgement"]["error"]
+
+
+def test_a_judger_that_never_works_stops_it(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rewards.py").write_text(BROKEN)
+    arguments = ["score", str(data), "--judger", f"{tmp_path / 'rewards.py'}:never", "max_initial_failures=2"]
+    assert main(arguments) == EXIT_ERROR
+    assert "The first 2 judgements of judger 'score' all failed" in said(capsys)
+
+
+def test_a_judger_that_fails_its_test_stops_it(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rewards.py").write_text(BROKEN)
+    arguments = ["score", str(data), "--judger", f"{tmp_path / 'rewards.py'}:sometimes", "gold_template=A {label}"]
+    assert main(arguments) == EXIT_ERROR
+    assert "self-test of judger 'score' failed" in said(capsys)
+    assert main([*arguments, "--no-self-test", "--resume"]) == 0
+
+
+@pytest.mark.parametrize("inside", [["judger_config"], ["task", "judger_config"], []])
+def test_the_judger_of_a_run_or_of_a_file_may_be_used(data: Path, tmp_path: Path, inside: list[str]) -> None:
+    settings: Any = {"type": "gsm8k", "extra_info": {"score": 2, "format_score": 0}}
+    for name in reversed(inside):
+        settings = {name: settings}
+    (tmp_path / "judger.yaml").write_text(json.dumps(settings))
+    assert main(["score", str(data), "--judger", str(tmp_path / "judger.yaml"), "extra_info.score=3"]) == 0
+    assert records(data.with_suffix(".scored.jsonl"))[1]["reward"] == {"score": 3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--judger", "gms8k"], "There is no judger 'gms8k'. Did you mean 'gsm8k'?"),
+        (["--judger", "no_such.yaml"], "There is no config file no_such.yaml"),
+        (["--judger", "no_such.py:f"], "there is no such file"),
+        (["--judger", "gsm8k", "request_timout=3"], "Did you mean 'request_timeout'"),
+        (["--response-column", "respons"], "Looked for respons. Did you mean 'response'? The row has question, answer"),
+        (["--label-column", "gold"], "there is no column 'gold'"),
+    ],
+)
+def test_what_is_typed_wrong_is_explained(
+    data: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["score", str(data), *arguments]) == EXIT_USAGE
+    assert says in said(capsys)
+
+
+def test_parquet_and_several_responses_of_a_row(tmp_path: Path) -> None:
+    pandas = pytest.importorskip("pandas")
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "1?"}],
+            "label": "1",
+            "responses": ["1", "2"],
+            "data_source": "addition",
+        }
+    ]
+    pandas.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    assert main(["score", str(tmp_path / "rows.parquet")]) == 0
+    written = records(tmp_path / "rows.scored.jsonl")
+    assert [(record["sample"], record["responses"], record["reward"]["score"]) for record in written] == [
+        (0, "1", 1.0),
+        (1, "2", 0.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "responses"),
+    [
+        ({"label": "1", "response": "a"}, ["a"]),
+        ({"label": "1", "completion": [{"role": "assistant", "content": "a"}]}, ["a"]),
+        ({"label": "1", "completions": [[{"role": "assistant", "content": "a"}], "b"]}, ["a", "b"]),
+    ],
+)
+def test_responses_come_in_several_forms_and_need_no_prompt(
+    tmp_path: Path, row: dict[str, Any], responses: list[str]
+) -> None:
+    samples = read_samples(DataConfig(path=write_rows(tmp_path / "rows.jsonl", [row])))
+    assert [sample.response for sample in samples] == responses
+
+
+def test_a_response_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rows.jsonl", [{"label": "1", "response": "a"}, {"label": "1", "response": 3}])
+    with pytest.raises(DataError, match="row 1: response must be a text"):
+        read_samples(DataConfig(path=path))

@@ -1,0 +1,293 @@
+"""Judging responses that lie in a file, without any model.
+
+::
+
+    rows --> samples --> judge, so many at the same time --> records, in the order of the file --> output
+      waits for    the oldest judgement under way, once enough are
+      is woken by  the judger, whose time limit holds for each of them
+
+A record is a line of JSON: the columns of the row, and ``row``, ``sample``, ``reward``, ``judgement`` and the data
+source. As records keep the order of the file, what is there already is its beginning, and a run that was ended goes on
+behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO, cast
+
+from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
+from xrl_lite.data import DataConfig, RolloutState, Row, Status, parse_row, read_raw_rows
+from xrl_lite.errors import ConfigError, DataError, did_you_mean, errors_as_themselves
+from xrl_lite.judger.adapters import content_text
+from xrl_lite.judger.base import Judger
+from xrl_lite.judger.build import build_judger
+from xrl_lite.judger.config import JudgerConfigLike
+from xrl_lite.judger.data_sources import check_rows
+from xrl_lite.judger.outcome import Outcome
+from xrl_lite.judger.self_test import self_test
+
+RESPONSE_COLUMNS = ("response", "responses", "completion", "completions", "output", "prediction", "solution_str")
+"""Columns that are looked at for the response, in this order."""
+
+DEFAULT_AT_ONCE = 256
+
+_OURS = ("data_source", "row", "sample", "reward", "judgement")
+_NO_PROMPT = [{"role": "user", "content": ""}]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A response to be judged."""
+
+    row: Row
+    """Prompt, label and columns."""
+    number: int
+    """Which of the row's responses it is."""
+    response: str
+    """The text."""
+    columns: Mapping[str, Any]
+    """The row as it was read, with this response alone."""
+
+    def state(self, position: int) -> RolloutState:
+        """Return the state that a judger sees."""
+        ids = self.columns.get("response_ids")
+        return RolloutState(
+            message=self.row.prompt,
+            response=self.response,
+            response_ids=cast("list[int]", ids) if isinstance(ids, list) else None,
+            rollout_id=position,
+            data_source=self.row.data_source,
+            reward_model={"ground_truth": self.row.ground_truth},
+            status=Status.COMPLETED,
+            extra_fields={**self.row.extra_info, "row": self.row.index},
+        )
+
+
+def read_samples(config: DataConfig, *, response_column: str | None = None) -> list[Sample]:
+    """Read every response of a file; a row may hold one, or a list. Prompts may be missing.
+
+    Raises:
+        DataError: a row has no response or no label; names row, columns present and the closest name.
+    """
+    samples: list[Sample] = []
+    for index, raw in enumerate(read_raw_rows(config)):
+        column = _response_column(raw, index, config, response_column)
+        has_prompt = "prompt" in raw or "question" in raw or "prompt" in config.columns
+        given = raw if has_prompt else {**raw, "prompt": _NO_PROMPT}
+        row = parse_row({name: value for name, value in given.items() if name != column}, index, config)
+        for number, response in enumerate(_responses(raw[column], f"{config.label}, row {index}: {column}")):
+            columns = {**raw, column: response}
+            samples.append(Sample(row=row, number=number, response=response, columns=columns))
+    if not samples:
+        raise DataError(f"{config.label} has no responses.")
+    return samples
+
+
+def open_output(path: Path, samples: Sequence[Sample], *, resume: bool) -> list[dict[str, Any]]:
+    """Return the records that are in the output already, all of them whole; none if the file is new.
+
+    Raises:
+        ConfigError: there is a file and nobody said to resume it, or it holds other samples.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return []
+    if not resume:
+        raise ConfigError(f"{path} exists. Go on with it by --resume, or name another file.")
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]  # a line that was being written when the run ended is written again
+    if len(whole) < len(text):
+        path.write_text(whole, encoding="utf-8")
+    records: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+    for position, record in enumerate(records):
+        sample = samples[position] if position < len(samples) else None
+        if sample is None or not _is_record_of(record, sample):
+            raise ConfigError(
+                f"{path}, line {position + 1} is not about the sample that stands there in the data, so this is "
+                f"another run's file. Name another output."
+            )
+    return records
+
+
+async def score_file(
+    config: JudgerConfigLike,
+    samples: Sequence[Sample],
+    output: Path,
+    *,
+    start: int = 0,
+    at_once: int = DEFAULT_AT_ONCE,
+    num_cpus: float | None = None,
+    is_self_tested: bool = True,
+    on_record: Callable[[dict[str, Any]], None],
+) -> None:
+    """Build the judger, let it prove itself, and append a record for each sample from `start` on to the output.
+
+    Raises:
+        DataError: a row lacks what the judger takes.
+        ResourceError: there are not enough CPU slots.
+        JudgerError: the self-test failed, or judging cannot go on.
+    """
+    check_rows(config, [sample.row for sample in samples])
+    with errors_as_themselves():
+        async with ActorSystem(num_cpus=num_cpus) as system:
+            set_cpu_resource_manager(CPUResourceManager(capacity=system))
+            try:
+                async with build_judger(config, system=system) as judger:
+                    if is_self_tested:
+                        first_of_source = {repr(sample.row.data_source): sample for sample in reversed(samples)}
+                        for sample in first_of_source.values():
+                            await self_test(judger, sample.state(0))
+                    with output.open("a", encoding="utf-8") as file:
+                        await score_samples(judger, samples, file, start=start, at_once=at_once, on_record=on_record)
+            finally:
+                clear_cpu_resource_manager()
+
+
+async def score_samples(
+    judger: Judger,
+    samples: Sequence[Sample],
+    output: TextIO,
+    *,
+    start: int = 0,
+    at_once: int = DEFAULT_AT_ONCE,
+    on_record: Callable[[dict[str, Any]], None],
+) -> None:
+    """Judge the samples from `start` on, and write a record for each, in order.
+
+    Args:
+        judger: The judger.
+        samples: All samples.
+        output: Open for writing.
+        start: How many are done already.
+        at_once: Most judgements under way.
+        on_record: Called with each record when it is written.
+
+    Raises:
+        JudgerError: the first judgements all failed, or no worker is left. What was judged before is written.
+    """
+    under_way: deque[tuple[Sample, asyncio.Task[RolloutState]]] = deque()
+
+    async def write_oldest() -> None:
+        sample, task = under_way.popleft()
+        record = make_record(sample, await task)
+        output.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        output.flush()
+        on_record(record)
+
+    async with asyncio.TaskGroup() as judging:
+        for position in range(start, len(samples)):
+            sample = samples[position]
+            under_way.append((sample, judging.create_task(judger.judge(sample.state(position)))))
+            if len(under_way) >= at_once:
+                await write_oldest()
+        while under_way:
+            await write_oldest()
+
+
+def make_record(sample: Sample, state: RolloutState) -> dict[str, Any]:
+    """Return what the output keeps of a sample."""
+    return {
+        **sample.columns,
+        "data_source": sample.row.data_source,
+        "row": sample.row.index,
+        "sample": sample.number,
+        "reward": state.reward,
+        "judgement": state.extra_fields["judgement"],
+    }
+
+
+@dataclass
+class Tally:
+    """Outcomes and scores of one judger on one data source."""
+
+    outcomes: dict[str, int] = field(default_factory=lambda: {outcome.value: 0 for outcome in Outcome})
+    """Count of each outcome."""
+    scores: list[float] = field(default_factory=list[float])
+    """Scores of those that have one."""
+    run_s: list[float] = field(default_factory=list[float])
+    """Seconds that each ran."""
+
+    @property
+    def total(self) -> int:
+        """Samples."""
+        return sum(self.outcomes.values())
+
+    @property
+    def mean_score(self) -> float:
+        """Mean over the samples with a score; NaN without any."""
+        return statistics.fmean(self.scores) if self.scores else math.nan
+
+    def run_quantile_s(self, share: float) -> float:
+        """Return the run time that this share of the judgements keep to, in seconds."""
+        ordered = sorted(self.run_s)
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+
+
+class Tallies:
+    """Counts records by judger and data source."""
+
+    def __init__(self) -> None:
+        self.by_source: dict[tuple[str, str], Tally] = {}
+        """Judger and data source, in the order they came."""
+        self.together = Tally()
+        """All of them."""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Count a record."""
+        judgement = record["judgement"]
+        source = _source_name(record.get("data_source"))
+        mine = self.by_source.setdefault((str(judgement["judger"]), source), Tally())
+        for tally in (mine, self.together):
+            tally.outcomes[judgement["outcome"]] += 1
+            tally.run_s.append(float(judgement["run_s"]))
+            if record["reward"] is not None:
+                tally.scores.append(float(record["reward"]["score"]))
+
+
+def _source_name(source: Any) -> str:
+    if isinstance(source, Mapping):
+        return " + ".join(cast("Mapping[str, Any]", source))
+    return "-" if source is None else str(source)
+
+
+def _response_column(raw: Mapping[str, Any], index: int, config: DataConfig, named: str | None) -> str:
+    looked_for = (named,) if named is not None else RESPONSE_COLUMNS
+    for column in looked_for:
+        if raw.get(column) is not None:
+            return column
+    raise DataError(
+        f"{config.label}, row {index}: there is no response. Looked for {', '.join(looked_for)}."
+        f"{did_you_mean(looked_for[0], raw)} The row has {', '.join(raw)}. Name the column with --response-column."
+    )
+
+
+def _responses(value: Any, place: str) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+        return
+    if isinstance(value, list):
+        parts = cast("list[Any]", value)
+        if parts and all(isinstance(part, Mapping) and "content" in part for part in parts):
+            yield "\n".join(content_text(part["content"]) for part in parts)
+            return
+        if all(isinstance(part, str | list) for part in parts):
+            for part in parts:
+                yield from _responses(part, place)
+            return
+    raise DataError(f"{place} must be a text, a list of texts, or messages, got {value!r:.100}.")
+
+
+def _is_record_of(record: Mapping[str, Any], sample: Sample) -> bool:
+    return (record.get("row"), record.get("sample")) == (sample.row.index, sample.number) and all(
+        record.get(name) == value
+        for name, value in sample.columns.items()
+        if isinstance(value, str | int) and name not in _OURS
+    )
