@@ -129,7 +129,7 @@ def _spawn(config: JudgerConfig, resources: CPUResourcesConfig, system: ActorSys
                 config,
                 name=f"{stem}/{index}",
                 num_cpus=resources.num_cpus_per_worker,
-                memory_bytes=resources.cpu_memory_per_worker,
+                memory_bytes=None if system.backend == "ray" else resources.cpu_memory_per_worker,  # no ceilings there
                 max_concurrency=concurrency,
                 restart=_RESTART,
                 preload=PRELOAD,
