@@ -34,6 +34,12 @@ class Tokenizer:
             )
         return cls(tokenizer)
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a response."""
+        end = self._tokenizer.eos_token_id
+        return frozenset() if end is None else frozenset([end])
+
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
         """Render a prompt with the chat template, generation prompt included, and return its token ids."""
         return self._tokenizer.apply_chat_template(

@@ -5,6 +5,7 @@ The rank turns trajectories into packed micro-batches, so that only lists cross 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from xrl_lite.algorithms.losses import kl_estimate, policy_loss, token_weights
 from xrl_lite.algorithms.packing import PackedBatch, micro_batches, pack_groups
+from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender, devices_of
 from xrl_lite.engine.base import BaseEngine, EngineRegistry
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
@@ -43,6 +45,8 @@ class EngineWorker:
         self._config = config
         self._engine: BaseEngine = engine(model_path=model_path, config=config, num_updates=num_updates, seed=seed)
         self._engine.initialize()
+        self._num_updates = 0
+        self._sender: WeightSender
 
     def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step; return its metrics.
@@ -66,6 +70,27 @@ class EngineWorker:
     def export_weights(self) -> dict[str, Tensor]:
         """Return every weight under its Hugging Face name."""
         return dict(self._engine.get_per_tensor_param())
+
+    def devices(self) -> list[str]:
+        """Return where the weights are: "cpu", or the unique ids of GPUs."""
+        return devices_of(tensor for _, tensor in self._engine.get_per_tensor_param())
+
+    def attach_weights(self, sender: WeightSender) -> None:
+        """Take this rank's end of the way on which weights leave; it lives as long as the rank, or until the next."""
+        self._sender = sender
+
+    def open_weights(self, version: int) -> WeightOffer:
+        """Begin to hand over the present weights, as `version`."""
+        parameters = self._engine.get_per_tensor_param()
+        return self._sender.open(parameters, version=version, num_updates=self._num_updates)
+
+    def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
+        """Hand over a bucket."""
+        return self._sender.send(number, num_receivers)
+
+    def close_weights(self) -> None:
+        """End handing over."""
+        self._sender.close()
 
     def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         """Write the engine's state, and the model as a Hugging Face folder beside it."""
@@ -117,6 +142,7 @@ class EngineWorker:
 
         packed = list(self._pack(batch))
         metrics = self._engine.train_batch(packed, loss_function, temperature=batch.temperature)
+        self._num_updates += math.isfinite(metrics["grad_norm"])
         num_tokens = sum(map(sum, batch.response_masks))
         per_token = {name: metrics[name] / num_tokens for name in metrics.keys() - {"loss", "grad_norm"}}
         return {
