@@ -27,7 +27,7 @@ import anyio.lowlevel
 from xrl_lite.actors import RestartPolicy
 from xrl_lite.actors.restart import RestartBudget
 from xrl_lite.algorithms.preload import MODEL_MODULES
-from xrl_lite.errors import RolloutError, errors_as_themselves
+from xrl_lite.errors import RolloutError, WeightSyncError, errors_as_themselves
 from xrl_lite.log import get_logger
 from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import (
@@ -246,13 +246,22 @@ class ReplicaLink:
                 await self.replica.stop(grace_s=0.1)
             self.replica = self._spawn()
         await self.replica.ready()
-        if again and self.restore is not None:
-            await self.restore()
         self._fault, self._faulty = None, anyio.Event()
         self.touch(held=self._held)
-        self.state = LinkState.UP
+        self.state = await self._restored() if again else LinkState.UP
         self.settled.set()
         self._on_change()
+
+    async def _restored(self) -> LinkState:
+        """Give a new process the present weights; where they are gone, it waits for the next sync."""
+        try:
+            if self.restore is not None:
+                await self.restore()
+        except WeightSyncError as error:
+            self.error = error
+            logger.warning("%s serves nobody until the next weight sync: %s", self.name, error)
+            return LinkState.TORN
+        return LinkState.UP
 
     async def _survive(self, error: Exception, came_up: bool) -> bool:
         """Hand back what the replica had; return whether a new one is to be started."""

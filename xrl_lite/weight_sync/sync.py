@@ -156,6 +156,8 @@ class WeightSync:
         self._lock = anyio.Lock()
         self._offer: WeightOffer | None = None
         self._buckets: list[WeightBucket] = []
+        self._kept = False
+        """Whether the buckets are those of the offer: a transfer that failed has overwritten them."""
         self._unchanged = 0
         self._num_lost = 0
         self.policy_version = -1
@@ -211,14 +213,13 @@ class WeightSync:
             if self._offer is None:
                 return  # nothing has been synced yet: it loaded what the others have
             offer = self._offer
-            if not self._transport.keeps:
+            if not (self._transport.keeps and self._kept):
                 offer = await self._open(self.policy_version)
-                if offer.manifest.num_updates != self._offer.manifest.num_updates:
+                if offer.checksums != self._offer.checksums:
                     raise WeightSyncError(
                         f"{target.name} was started anew, but the weights of version {self.policy_version} are gone: "
                         f"the trainer has moved on. It can serve after the next sync."
                     )
-                self._buckets = []
             await target.prepare(offer.manifest)
             held: dict[str, str] = {}
             for number in range(offer.num_buckets):
@@ -236,7 +237,7 @@ class WeightSync:
         if not self._attached:
             await self._source.attach_weights(self._transport.sender())
             self._attached = True
-        self._buckets = []
+        self._buckets, self._kept = [], False
         return await self._source.open_weights(version)
 
     async def _transfer(self, offer: WeightOffer) -> None:
@@ -348,6 +349,7 @@ class WeightSync:
     def _note(self, offer: WeightOffer) -> None:
         """Remember what all hold now; report pushes that change nothing while the optimizer moves."""
         before, self._offer = self._offer, offer
+        self._kept = True
         self.policy_version = offer.manifest.version
         if before is None:
             return
