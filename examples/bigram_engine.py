@@ -77,10 +77,11 @@ class BigramReplica(RolloutReplica):
         last = request.prompt_ids[-1]
         while len(result.token_ids) < params.max_tokens:
             await self._may_compute.wait()
-            logits = self._own[TABLE][last] / (params.temperature or 1e-6)
+            logits = self._own[TABLE][last] / (params.temperature or 1.0)
             # a generator for each token, so that a response which was cut off goes on as if it had not been
             draw = random.Random(f"{request.seed}/{request.num_sampled + len(result.token_ids)}")
-            last = draw.choices(range(len(logits)), weights=logits.softmax(0).tolist())[0]
+            weights = logits.softmax(0).tolist() if params.temperature else (logits == logits.max()).tolist()
+            last = draw.choices(range(len(logits)), weights=weights)[0]
             result.token_ids.append(last)
             result.logprobs.append(logits.log_softmax(0)[last].item())
             result.policy_versions.append(self.policy_version)

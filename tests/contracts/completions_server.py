@@ -45,7 +45,9 @@ class CompletionsServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"POST /v1/completions "):
-                (length,) = (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+                (length,) = (
+                    int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
+                )
                 await self._answer(json.loads(await reader.readexactly(length)), writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass

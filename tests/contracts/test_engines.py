@@ -7,6 +7,7 @@ behind the protocol, in this process.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -39,7 +40,6 @@ ROOT = Path(__file__).resolve().parents[2]
 WITH_WEIGHTS = ["torch", "bigram", pytest.param("vllm", marks=pytest.mark.vllm)]
 ENGINES = ["fake", "openai", *WITH_WEIGHTS]
 LONG = 90
-
 
 
 class Engine:
@@ -83,7 +83,7 @@ class Engine:
         if self.name == "bigram":
             tokens = [prompt[-1], *response]
             table = self.weights["bigrams.weight"].log_softmax(1)
-            return torch.stack([table[a, b] for a, b in zip(tokens, tokens[1:], strict=False)])
+            return torch.stack([table[a, b] for a, b in itertools.pairwise(tokens)])
         self.model.load_state_dict(self.weights, strict=False)
         self.model.tie_weights()
         with torch.no_grad():
@@ -101,7 +101,11 @@ def settings_of(name: str, server: CompletionsServer) -> dict[str, Any]:
         case "bigram":
             return {"engine_options": {"end_token": -1}}  # it never ends by itself
         case "vllm":
-            return {"max_model_len": 128, "start_timeout_s": 290.0, "engine_options": {"kv_cache_memory_bytes": 64 << 20}}
+            return {
+                "max_model_len": 128,
+                "start_timeout_s": 290.0,
+                "engine_options": {"kv_cache_memory_bytes": 64 << 20},
+            }
         case _:
             return {}
 
@@ -129,9 +133,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope=LOOP, params=ENGINES)
-async def engine(
-    request: pytest.FixtureRequest, model_folder: Path, external_module: None
-) -> AsyncIterator[Engine]:
+async def engine(request: pytest.FixtureRequest, model_folder: Path, external_module: None) -> AsyncIterator[Engine]:
     name: str = request.param
     if name == "vllm" and find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
@@ -249,7 +251,7 @@ async def test_aborting_before_the_first_token_leaves_an_empty_sample(engine: En
     state = fresh(4)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(engine.controller.generate, state)
-        while not await engine.controller.abort_all():
+        while not await engine.controller.abort_all():  # noqa: ASYNC110 - until it waits
             await anyio.sleep(0.01)
     await engine.controller.continue_generation()
     assert (state.status, state.response_ids) == (Status.ABORTED, [])
@@ -329,5 +331,3 @@ async def test_a_replica_that_is_killed_is_replaced_with_the_present_weights_and
         assert (await link.health()).policy_version == engine.sync.policy_version
         (state,) = await engine.run(fresh(9))
         assert state.logprobs == pytest.approx(engine.logprobs_of_model(state).tolist(), abs=1e-4)
-
-

@@ -265,7 +265,7 @@ class ContinuousBatch:
             if not running:
                 continue
             at = [sequence.num_tokens - 1 for sequence in running]
-            decoding.append(Decoding(pool=pool, start=len(ids), positions=torch.tensor(at)))
+            decoding.append(Decoding(pool=pool, start=len(ids), positions=at))
             source += range(len(predicting), len(predicting) + len(running))
             predicting += range(len(ids), len(ids) + len(running))
             ids += [sequence.token_ids[-1] for sequence in running]

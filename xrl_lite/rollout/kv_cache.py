@@ -99,10 +99,11 @@ class KVPool:
         own_keys, own_values = self._store(layer, keys, values)
         own_keys[rows, :, : keys.shape[2]], own_values[rows, :, : keys.shape[2]] = keys, values
 
-    def write_tokens(self, layer: int, positions: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the keys and values (n, K, D) of one position of each row in use; return those of all positions."""
+    def write_tokens(
+        self, layer: int, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Put the keys and values (n, K, D) of one position of the first n rows; return those of all positions."""
         own_keys, own_values = self._layers[layer]
-        rows = torch.arange(len(positions))
         own_keys[rows, :, positions], own_values[rows, :, positions] = keys, values
         return own_keys[: len(rows)], own_values[: len(rows)]
 
@@ -189,14 +190,31 @@ class Prompts:
         return self.start + self.num_prompts * self.length
 
 
-@dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """One new token of every sequence of a pool, neighbours among the tokens of a forward pass."""
+    """One new token of every sequence of a pool, neighbours among the tokens of a forward pass.
 
-    pool: KVPool
-    start: int
-    positions: Tensor
-    """(n,) int64: where the new tokens stand in their sequences."""
+    Args:
+        pool: The pool.
+        start: Number of the first token.
+        positions: Where the new tokens stand in their sequences, row by row.
+    """
+
+    def __init__(self, *, pool: KVPool, start: int, positions: list[int]) -> None:
+        self.pool = pool
+        self.start = start
+        self.stop = start + len(positions)
+        self.positions = torch.tensor(positions)
+        self.rows = torch.arange(len(positions))
+        self._bias: dict[tuple[int, int | None], Tensor] = {}
+
+    def bias(self, key_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, (n * K, 1, C): 0 where a position is seen, else -inf. The same in most layers."""
+        key = (key_heads, window)
+        if key not in self._bias:
+            seen = _visible(self.positions, self.pool.capacity, window)
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            self._bias[key] = bias.repeat_interleave(key_heads, dim=0).unsqueeze(1)
+        return self._bias[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,10 +261,10 @@ def attend(
         mixed = _attend_prompts(q, k, v, scaling, sliding_window)
         output[part.start : part.stop] = mixed.transpose(1, 2).flatten(0, 1)
     for part in layout.decoding:
-        stop = part.start + len(part.positions)
-        q, k, v = (tensor[:, part.start : stop].transpose(0, 1) for tensor in (query, key, value))
-        keys, values = part.pool.write_tokens(layer, part.positions, k, v)
-        output[part.start : stop] = _attend_cache(q, keys, values, part.positions, scaling, sliding_window)
+        q, k, v = (tensor[:, part.start : part.stop].transpose(0, 1) for tensor in (query, key, value))
+        keys, values = part.pool.write_tokens(layer, part.rows, part.positions, k, v)
+        bias = part.bias(key.shape[0], sliding_window, query.dtype)
+        output[part.start : part.stop] = _attend_cache(q, keys, values, bias, scaling)
     return output
 
 
@@ -266,18 +284,15 @@ def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float, w
     return torch.cat(parts, dim=1).view(num_prompts, num_heads, length, value.shape[3])
 
 
-def _attend_cache(
-    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, window: int | None
-) -> Tensor:
-    """Attention of one token per row: (n, H, D), (n, K, C, D) twice, (n,) -> (n, H, D).
+def _attend_cache(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Attention of one token per row: (n, H, D), (n, K, C, D) twice, (n * K, 1, C) -> (n, H, D).
 
     The query heads that share a key head stand side by side as if they were positions, so nothing is repeated.
     """
     num_rows, num_heads, _ = query.shape
-    key_heads, capacity = keys.shape[1], keys.shape[2]
+    key_heads = keys.shape[1]
     queries = query.reshape(num_rows * key_heads, num_heads // key_heads, -1)
-    seen = _visible(positions, capacity, window).repeat_interleave(key_heads, dim=0).unsqueeze(1)
-    scores = torch.bmm(queries, keys.flatten(0, 1).transpose(1, 2)).mul_(scaling).masked_fill_(~seen, -torch.inf)
+    scores = torch.baddbmm(bias, queries, keys.flatten(0, 1).transpose(1, 2), alpha=scaling)
     return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(num_rows, num_heads, -1)
 
 

@@ -5,7 +5,7 @@
     replica (this actor): AsyncLLM --sockets--> EngineCore process --> worker(s)
 
 Waits for    vLLM's outputs, one task per request
-Is woken by  vLLM: a token, the end, an abort. When EngineCore dies this process ends too, with its last lines in the log
+Is woken by  vLLM: a token, the end, an abort. When EngineCore dies this process ends too, its last lines in the log
 """
 
 from __future__ import annotations
