@@ -144,7 +144,7 @@ async def test_abort_ends_what_runs_and_what_waits(system: ActorSystem) -> None:
             for state in states:
                 tasks.start_soon(controller.generate, state)
             await until(lambda: loads(controller) == [2] and controller.statistics()["num_waiting"] == 1)
-            await until(lambda: all(pending.known.token_ids for pending in controller._links[0]._pending.values()))
+            await until(lambda: sum(bool(p.known.token_ids) for p in controller._links[0]._pending.values()) == 2)
             await controller.pause_generation()
             assert await controller.abort_all() == 3
         assert [state.status for state in states] == [Status.ABORTED] * 3
@@ -187,6 +187,20 @@ async def test_an_aborted_sample_that_is_whole_needs_no_request(
         await controller.generate(state)
         assert (state.status, state.finish_reason, state.response_ids) == (Status.COMPLETED, reason, response)
         assert controller.statistics()["num_requests"] == 0
+
+
+async def test_abort_reaches_those_that_were_let_through_and_have_not_sent_yet(system: ActorSystem) -> None:
+    async with make_controller(system, hang_prompts=[5]) as controller:
+        await controller.ready()
+        await controller.pause_generation()
+        state = fresh()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, state)
+            await until(lambda: controller.statistics()["num_waiting"] == 1)
+            await controller.continue_generation()
+            assert await controller.abort_all() == 1
+        assert state.status is Status.ABORTED
+        assert loads(controller) == [0]
 
 
 async def test_tokens_stream_as_they_come_and_are_the_response(system: ActorSystem) -> None:
@@ -419,7 +433,7 @@ async def test_what_a_dead_replica_had_is_sent_again_with_the_tokens_it_had_told
                 tasks.start_soon(controller.generate, state)
             await until(lambda: loads(controller) == [3, 3])
             first = controller._links[0]
-            await until(lambda: all(pending.known.token_ids for pending in first._pending.values()))
+            await until(lambda: sum(bool(pending.known.token_ids) for pending in first._pending.values()) == 3)
             os.kill(first.replica.pid, signal.SIGKILL)
             await until(lambda: first.num_replaced == 1)
             await until(lambda: sum(loads(controller)) == 6)

@@ -8,7 +8,7 @@ import anyio
 
 from xrl_lite.errors import RolloutError
 from xrl_lite.rollout.config import RolloutConfig
-from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica
+from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica, copy_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,12 +86,15 @@ class FakeReplica(RolloutReplica):
         self.admit(waiting)
 
     async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
-        from xrl_lite.algorithms.weights import tensor_checksum
+        import torch
 
         if self._options["exit_at_load"] == self.replica:
             raise SystemExit("scripted end while weights are loaded")
-        self.held |= {name: tensor.clone() for name, tensor in bucket.tensors()}
-        return {name: tensor_checksum(tensor, sampled=sampled) for name, tensor in self.held.items()}
+        for spec in self._manifest.tensors if self._manifest else ():
+            held = self.held.get(spec.name)
+            if held is None or (tuple(held.shape), str(held.dtype)) != (spec.shape, f"torch.{spec.dtype}"):
+                self.held[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        return copy_tensors(bucket, self.held, sampled=sampled)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]] | None:
         weights = self._options["weights"]

@@ -44,6 +44,7 @@ class Turnstile:
         self._max_sessions = max_sessions
         self._sessions: OrderedDict[int | str, ReplicaLink] = OrderedDict()
         self._queue: deque[_Turn] = deque()
+        self._let_through: set[_Turn] = set()
         self._open = True
 
     @property
@@ -84,8 +85,13 @@ class Turnstile:
             elif not turn.called.is_set():
                 self._queue.remove(turn)
             raise
+        finally:
+            self._let_through.discard(turn)
         if turn.error is not None:
             raise turn.error
+        if turn.aborted and turn.link is not None:
+            self.leave(turn.link)
+            return None
         return turn.link
 
     def leave(self, link: ReplicaLink) -> None:
@@ -95,7 +101,8 @@ class Turnstile:
 
     def abort_waiting(self) -> int:
         """Send everybody away who waits; return how many there were."""
-        sent_away, self._queue = list(self._queue), deque()
+        # those that were let through and have not run since have sent nothing either
+        sent_away, self._queue = [*self._let_through, *self._queue], deque()
         for turn in sent_away:
             turn.aborted = True
             turn.called.set()
@@ -108,6 +115,7 @@ class Turnstile:
         while self._open and self._queue and (link := self._choose(self._queue[0].session)) is not None:
             turn = self._queue.popleft()
             turn.link = self._take(link, turn.session)
+            self._let_through.add(turn)
             turn.called.set()
 
     def _refuse_all(self) -> None:
