@@ -60,6 +60,7 @@ class Sequence:
     def __post_init__(self) -> None:
         params = self.request.sample_params
         self.prefix = tuple(self.request.prompt_ids)
+        self.stops = params.stops
         self.needs_filter = (
             params.min_tokens > self.request.num_sampled
             or params.top_k > 0
@@ -117,6 +118,7 @@ class ContinuousBatch:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         """In order of admission."""
+        self._draws = _Draws([])
         self.policy_version = 0
         name = f"xrl_lite_{next(_numbers)}"
         AttentionInterface.register(name, self._attend)
@@ -149,11 +151,17 @@ class ContinuousBatch:
         sequences, logits = self._forward(admitted)
         self.running += admitted
         tokens, logprobs = self._sample(sequences, logits)
+        ended: list[Sequence] = []
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
             sequence.logprobs.append(logprob)
             sequence.policy_versions.append(self.policy_version)
-        ended = [sequence for sequence in sequences if self._has_ended(sequence)]
+            if token in sequence.stop_ids or (sequence.stops and self._has_stop_text(sequence)):
+                sequence.finish_reason = "stop"
+                ended.append(sequence)
+            elif len(sequence.token_ids) >= sequence.max_tokens:
+                sequence.finish_reason = "length"
+                ended.append(sequence)
         self._leave(ended)
         return StepResult(sequences, aborted + ended)
 
@@ -194,6 +202,8 @@ class ContinuousBatch:
 
     def _preempt_until_it_fits(self) -> None:
         """Send the youngest back to wait while the sequences that need more room find none."""
+        if self._cache.max_positions * self._position_bytes <= self._kv_cache_bytes:
+            return
         needed = sum(map(self._bytes_of, self.running))
         while needed > self._kv_cache_bytes and len(self.running) > 1:
             victim = self.running.pop()
@@ -296,28 +306,32 @@ class ContinuousBatch:
     # --- one token for each
 
     def _sample(self, sequences: list[Sequence], logits: Tensor) -> tuple[Tensor, Tensor]:
-        for number, sequence in enumerate(sequences):
-            if sequence.needs_filter:
-                _filter(logits[number : number + 1], sequence)
-        seeds = torch.tensor([sequence.request.seed for sequence in sequences])
-        steps = torch.tensor([sequence.step for sequence in sequences])
-        temperature = torch.tensor([sequence.request.sample_params.temperature for sequence in sequences])
-        return sample_tokens(logits, uniform(seeds, steps), temperature)
-
-    def _has_ended(self, sequence: Sequence) -> bool:
-        if sequence.token_ids[-1] in sequence.stop_ids or self._has_stop_text(sequence):
-            sequence.finish_reason = "stop"
-        elif len(sequence.token_ids) >= sequence.max_tokens:
-            sequence.finish_reason = "length"
-        return sequence.finish_reason is not None
+        if sequences != self._draws.sequences:
+            self._draws = _Draws(sequences)
+        draws = self._draws
+        for number in draws.filtered:
+            _filter(logits[number : number + 1], sequences[number])
+        random = uniform(draws.seeds, draws.steps)
+        draws.steps = draws.steps + 1
+        return sample_tokens(logits, random, draws.temperature)
 
     def _has_stop_text(self, sequence: Sequence) -> bool:
-        stops = sequence.request.sample_params.stops
-        if not stops:
-            return False
         # a character takes at most 4 tokens, so a text that ended just now lies within these
-        tail = self._decode(sequence.token_ids[-4 * max(map(len, stops)) - 8 :])
-        return any(stop in tail for stop in stops)
+        tail = self._decode(sequence.token_ids[-4 * max(map(len, sequence.stops)) - 8 :])
+        return any(stop in tail for stop in sequence.stops)
+
+
+class _Draws:
+    """What sampling needs of sequences, in their order; the same from step to step as long as they are."""
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        self.sequences = sequences
+        self.filtered = [number for number, sequence in enumerate(sequences) if sequence.needs_filter]
+        self.seeds = torch.tensor([sequence.request.seed for sequence in sequences], dtype=torch.int64)
+        self.steps = torch.tensor([sequence.step for sequence in sequences], dtype=torch.int64)
+        self.temperature = torch.tensor(
+            [sequence.request.sample_params.temperature for sequence in sequences], dtype=torch.float32
+        )
 
 
 def _by_length(

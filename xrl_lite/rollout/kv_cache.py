@@ -55,18 +55,23 @@ class KVPool:
         """Bytes held, rows that are free included."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
-    def add(self, sequences: list[Sequence]) -> Tensor:
-        """Give sequences rows and return the numbers of these."""
+    def add(self, sequences: list[Sequence]) -> slice:
+        """Give sequences rows and return these, which are neighbours."""
         first = len(self.sequences)
         self.sequences += sequences
         for row, sequence in enumerate(sequences, start=first):
             sequence.pool, sequence.row = self, row
         if len(self.sequences) > self._num_rows:
             self._resize(max(2 * self._num_rows, len(self.sequences)))
-        return torch.arange(first, len(self.sequences))
+        return slice(first, len(self.sequences))
 
     def remove(self, sequences: list[Sequence]) -> None:
         """Take sequences out; the last ones move into the gaps."""
+        for sequence in sequences:
+            sequence.pool = None
+        if len(sequences) == len(self.sequences):  # nobody is left: give the memory back
+            self.sequences, self._layers, self._num_rows = [], {}, 0
+            return
         gone = {sequence.row for sequence in sequences}
         left = len(self.sequences) - len(gone)
         gaps = sorted(row for row in gone if row < left)
@@ -79,10 +84,6 @@ class KVPool:
                 self.sequences[gap] = self.sequences[mover]
                 self.sequences[gap].row = gap
         del self.sequences[left:]
-        for sequence in sequences:
-            sequence.pool = None
-        if not self.sequences:  # nobody is left: give the memory back
-            self._layers, self._num_rows = {}, 0
 
     def take_over(self, other: KVPool, sequences: list[Sequence]) -> None:
         """Move sequences and their positions here from a smaller pool."""
@@ -94,18 +95,27 @@ class KVPool:
             own_keys, own_values = self._store(layer, keys, values)
             own_keys[rows, :, : other.capacity], own_values[rows, :, : other.capacity] = keys, values
 
-    def write_prompts(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write_prompts(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Put keys and values, both (n, K, T, D), at the beginning of rows."""
         own_keys, own_values = self._store(layer, keys, values)
         own_keys[rows, :, : keys.shape[2]], own_values[rows, :, : keys.shape[2]] = keys, values
 
-    def write_tokens(
-        self, layer: int, rows: Tensor, positions: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Put the keys and values (n, K, D) of one position of the first n rows; return those of all positions."""
-        own_keys, own_values = self._layers[layer]
-        own_keys[rows, :, positions], own_values[rows, :, positions] = keys, values
-        return own_keys[: len(rows)], own_values[: len(rows)]
+    def write_tokens(self, layer: int, positions: Tensor | int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the keys and values (n, K, D) of one position of the first n rows; return those of all positions.
+
+        Args:
+            layer: Number of the layer.
+            positions: (n,) int64, or one for all.
+            keys: The keys.
+            values: The values.
+        """
+        own_keys, own_values = (tensor[: len(keys)] for tensor in self._layers[layer])
+        if isinstance(positions, int):
+            own_keys[:, :, positions], own_values[:, :, positions] = keys, values
+        else:
+            rows = torch.arange(len(keys))
+            own_keys[rows, :, positions], own_values[rows, :, positions] = keys, values
+        return own_keys, own_values
 
     def _store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of a layer; made when it is first written to, since only then its shape is known."""
@@ -133,13 +143,18 @@ class KVCache:
         """Bytes held."""
         return sum(pool.size_bytes for pool in self._pools.values())
 
+    @property
+    def max_positions(self) -> int:
+        """Positions of all rows in use, if each of them had to move to the next larger pool."""
+        return sum(len(pool) * capacity_for(pool.capacity + 1) for pool in self._pools.values())
+
     def pools(self) -> Iterator[KVPool]:
         """Yield the pools that hold sequences, smallest first."""
         for capacity in sorted(self._pools):
             if len(self._pools[capacity]):
                 yield self._pools[capacity]
 
-    def add(self, sequences: list[Sequence]) -> list[tuple[KVPool, list[int], Tensor]]:
+    def add(self, sequences: list[Sequence]) -> list[tuple[KVPool, list[int], slice]]:
         """Give sequences rows: per pool, which of `sequences` got which rows."""
         by_capacity: dict[int, list[int]] = {}
         for number, sequence in enumerate(sequences):
@@ -181,7 +196,7 @@ class Prompts:
     num_prompts: int
     length: int
     """Tokens of each prompt."""
-    rows: list[tuple[KVPool, Tensor, Tensor]] = field(default_factory=list[tuple[KVPool, Tensor, Tensor]])
+    rows: list[tuple[KVPool, slice, Tensor]] = field(default_factory=list[tuple[KVPool, slice, Tensor]])
     """Pool, rows in it, and which of the prompts each row holds."""
 
     @property
@@ -204,7 +219,7 @@ class Decoding:
         self.start = start
         self.stop = start + len(positions)
         self.positions = torch.tensor(positions)
-        self.rows = torch.arange(len(positions))
+        self.place: Tensor | int = positions[0] if len(set(positions)) == 1 else self.positions
         self._bias: dict[tuple[int, int | None], Tensor] = {}
 
     def bias(self, key_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -262,7 +277,7 @@ def attend(
         output[part.start : part.stop] = mixed.transpose(1, 2).flatten(0, 1)
     for part in layout.decoding:
         q, k, v = (tensor[:, part.start : part.stop].transpose(0, 1) for tensor in (query, key, value))
-        keys, values = part.pool.write_tokens(layer, part.rows, part.positions, k, v)
+        keys, values = part.pool.write_tokens(layer, part.place, k, v)
         bias = part.bias(key.shape[0], sliding_window, query.dtype)
         output[part.start : part.stop] = _attend_cache(q, keys, values, bias, scaling)
     return output
