@@ -36,6 +36,7 @@ from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.log import logged_to
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.rollout.config import truncation_warning
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer.base import RLTrainer, RunSummary, TrainerParts, TrainerSettings
 from xrl_lite.trainer.checkpoint import (
@@ -126,6 +127,9 @@ async def build_trainer(
     replay_buffer = ReplayBuffer()
     manager = build_manager(config, data, tokenizer.encode, rollout, judger, replay_buffer)
     await self_test_judger(judger, data.train[0], tokenizer.encode)
+    for warning in (truncation_warning(config.task.agent_loop_config.sample_params), tokenizer.check_template()):
+        if warning is not None:
+            reporter.note(f"warning: {warning}")
     await engine.ready()
     await rollout.ready()
     reporter.note("trainer and rollout engine have loaded the model, the judger passed its test")
@@ -272,6 +276,12 @@ async def build_weight_sync(config: RunConfig, engine: TrainingController, rollo
     name: str = settings.weight_transport
     if name == "auto":
         name = choose_transport(frozenset(await engine.devices()), frozenset(await rollout.devices()))
+    for adapter in rollout.adapters:
+        if adapter.transports and name not in adapter.transports:
+            raise ConfigError(
+                f"rollout.weight_transport={name!r}: the {settings.engine} engine takes weights by "
+                f"{', '.join(adapter.transports)}. Set one of these."
+            )
     transport = make_transport(
         name,
         folder=settings.weight_folder,

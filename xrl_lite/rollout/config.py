@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from xrl_lite.data import SampleParams
 from xrl_lite.errors import ConfigError, did_you_mean
 from xrl_lite.settings import Settings
 
@@ -115,3 +116,25 @@ class RolloutConfig(Settings):
                     f"{did_you_mean(name, defaults)} Known: {', '.join(sorted(defaults))}."
                 )
         return defaults | self.engine_options
+
+
+def truncation_warning(params: SampleParams) -> str | None:
+    """Say what is wrong with training on samples of a changed distribution; None if it is the model's own."""
+    changed = [
+        f"{name}={getattr(params, name)}"
+        for name, neutral in (
+            ("top_p", (1.0,)),
+            ("top_k", (0, -1)),
+            ("min_tokens", (0,)),
+            ("repetition_penalty", (1.0,)),
+            ("presence_penalty", (0.0,)),
+            ("frequency_penalty", (0.0,)),
+        )
+        if getattr(params, name) not in neutral
+    ]
+    if not changed:
+        return None
+    return (
+        f"training samples are drawn with {', '.join(changed)}, so from another distribution than the one whose "
+        f"log-probs the trainer computes: the two will not agree, and the gradient is biased. Use temperature alone."
+    )
