@@ -112,12 +112,15 @@ def tensor_checksum(tensor: Tensor, *, sampled: bool) -> str:
     import torch
 
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(0)
+    parts = [flat]
     if sampled and flat.numel() > _SAMPLE_BYTES:
         stride = (flat.numel() - _CHUNK_BYTES) // (_SAMPLE_BYTES // _CHUNK_BYTES - 1)
-        flat = flat.as_strided((_SAMPLE_BYTES // _CHUNK_BYTES, _CHUNK_BYTES), (stride, 1), flat.storage_offset())
+        spread = flat.as_strided((_SAMPLE_BYTES // _CHUNK_BYTES, _CHUNK_BYTES), (stride, 1), flat.storage_offset())
+        parts = [spread, flat[-_CHUNK_BYTES:]]  # the stride is rounded down, so the end is taken by itself
     total = zlib.crc32(f"{tuple(tensor.shape)}:{tensor.dtype}".encode())
-    if flat.numel():
-        total = zlib.crc32(flat.contiguous().cpu().numpy(), total)
+    for part in parts:
+        if part.numel():
+            total = zlib.crc32(part.contiguous().cpu().numpy(), total)
     return f"{total:08x}"
 
 
