@@ -460,6 +460,16 @@ async def test_a_request_that_kills_replicas_fails_and_names_the_death(system: A
         assert (await controller.generate(good)).status is Status.COMPLETED
 
 
+async def test_a_replica_that_makes_no_token_is_replaced(system: ActorSystem) -> None:
+    settings = {"stall_timeout_s": 0.3, "max_resends": 0, "health_interval_s": 0.1}
+    async with make_controller(system, hang_prompts=[5], settings=settings) as controller:
+        state = await controller.generate(fresh())
+        assert state.status is Status.FAILED
+        assert "made no token for 0.3 s (stall_timeout_s)" in (state.error_msg or "")
+        assert (await controller.generate(fresh(prompt_ids=[6]))).status is Status.COMPLETED
+        assert controller.statistics()["replicas"]["rollout/0"]["num_replaced"] == 1
+
+
 async def test_replicas_that_die_too_often_end_generation_with_the_reason(system: ActorSystem) -> None:
     settings = {"max_resends": 9, "max_restarts": 1}
     async with make_controller(system, exit_prompts=[5], settings=settings) as controller:

@@ -64,6 +64,7 @@ class VLLMReplica(RolloutReplica):
         self._vocabulary: int = self._llm.model_config.get_vocab_size()
         self._results: dict[str, GenerateResult] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
         self._is_paused = False
         self._loading = False
 
@@ -74,8 +75,10 @@ class VLLMReplica(RolloutReplica):
             self._tasks[request.request_id] = task
 
     def drop(self, request_ids: list[str]) -> None:
-        # a request that vLLM does not know yet is ended by its own task; vLLM answers with what the others have
-        self._spawn(self._llm.abort([request_id for request_id in request_ids if request_id in self._tasks]))
+        # vLLM answers with what each has so far
+        abort = asyncio.create_task(self._llm.abort(list(request_ids)))
+        self._aborts.add(abort)
+        abort.add_done_callback(self._aborts.discard)
         if self._is_paused:  # frozen requests are not scheduled, so vLLM would not answer
             for request_id in request_ids:
                 self._tasks[request_id].cancel()
@@ -170,10 +173,6 @@ class VLLMReplica(RolloutReplica):
         wrong = next((token for token in request.prompt_ids if not 0 <= token < self._vocabulary), None)
         if wrong is not None:
             raise RolloutError(f"The prompt holds token {wrong}, the model's vocabulary has {self._vocabulary} tokens.")
-
-    def _spawn(self, coroutine: Any) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks_of_aborts = {t for t in getattr(self, "_tasks_of_aborts", set()) if not t.done()} | {task}
 
 
 def _sampling_params(request: GenerateRequest) -> Any:
