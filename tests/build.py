@@ -42,11 +42,12 @@ def make_state(**fields: Any) -> RolloutState:
     return RolloutState(**(defaults | fields))
 
 
-def build_random_model(folder: Path) -> Path:
+def build_random_model(folder: Path, **changes: Any) -> Path:
     from xrl_lite.engine.tiny_model import build_tiny_model
     from xrl_lite.engine.tiny_model_config import TinyModelConfig
 
-    config = TinyModelConfig(hidden_size=32, num_layers=2, num_heads=2, intermediate_size=64, warm_up=None)
+    settings = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 64, "warm_up": None}
+    config = TinyModelConfig.model_validate(settings | changes)
     return build_tiny_model(config, folder)
 
 

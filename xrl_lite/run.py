@@ -36,6 +36,7 @@ from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.log import logged_to
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.rollout.config import truncation_warning
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer.base import RLTrainer, RunSummary, TrainerParts, TrainerSettings
 from xrl_lite.trainer.checkpoint import (
@@ -51,7 +52,7 @@ from xrl_lite.trainer.report import ConsoleReporter, Reporter
 from xrl_lite.trainer.run_folder import CHECKPOINTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
 from xrl_lite.trainer.sync import SyncTrainer
-from xrl_lite.weight_sync import WeightSync
+from xrl_lite.weight_sync import WeightSync, choose_transport, make_transport
 
 TRAINERS: dict[str, type[RLTrainer]] = {"sync": SyncTrainer}
 """Trainer modes."""
@@ -98,10 +99,14 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
             ):
                 stop.cancel = starting.cancel  # until the first step there is nothing to finish
                 model_path = await prepare_model(config, system, reporter)
-                trainer = await build_trainer(config, data, model_path, folder, system, reporter, callback, stop)
-                # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
-                gc.freeze()
-                summary = await trainer.fit(checkpoint)
+                tokenizer = load_tokenizer(config, model_path)
+                async with build_rollout(config, model_path, tokenizer, system) as rollout:
+                    trainer = await build_trainer(
+                        config, data, model_path, tokenizer, folder, system, rollout, reporter, callback, stop
+                    )
+                    # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
+                    gc.freeze()
+                    summary = await trainer.fit(checkpoint)
         reporter.summary(list(folder.metrics()), folder.path)
     return summary
 
@@ -110,8 +115,10 @@ async def build_trainer(
     config: RunConfig,
     data: CheckedData,
     model_path: str,
+    tokenizer: Tokenizer,
     folder: RunFolder,
     system: ActorSystem,
+    rollout: RolloutController,
     reporter: Reporter,
     callback: CheckpointCallback,
     stop: StopRequest,
@@ -125,20 +132,19 @@ async def build_trainer(
         num_updates=config.num_updates,
         seed=config.seed,
     )
-    tokenizer = load_tokenizer(config, model_path)
-    rollout = RolloutController(
-        system, config=config.rollout, model_path=model_path, decode=tokenizer.decode, seed=config.seed
-    )
     judger = build_judger(data.judger_config, system=system)
     replay_buffer = ReplayBuffer()
     manager = build_manager(config, data, tokenizer.encode, rollout, judger, replay_buffer)
     num_tested = await self_test_judger(judger, data.train, tokenizer.encode)
+    for warning in (truncation_warning(config.task.agent_loop_config.sample_params), tokenizer.check_template()):
+        if warning is not None:
+            reporter.note(f"warning: {warning}")
     await engine.ready()
     await rollout.ready()
     reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
     parts = TrainerParts(
         engine=engine,
-        weight_sync=WeightSync(source=engine, targets=rollout.adapters, gate=rollout),
+        weight_sync=await build_weight_sync(config, engine, rollout),
         manager=manager,
         replay_buffer=replay_buffer,
         evaluator=build_evaluator(config, data.evaluation, manager, tokenizer.encode),
@@ -183,15 +189,13 @@ async def evaluate(
         given = model_of_checkpoint(checkpoint) if checkpoint else None
         model_path = given or await prepare_model(config, system, reporter)
         tokenizer = load_tokenizer(config, model_path)
-        rollout = RolloutController(
-            system, config=config.rollout, model_path=model_path, decode=tokenizer.decode, seed=config.seed
-        )
-        judger = build_judger(data.judger_config, system=system)
-        manager = build_manager(config, data, tokenizer.encode, rollout, judger, ReplayBuffer())
-        evaluator = build_evaluator(config, data.evaluation, manager, tokenizer.encode)
-        assert evaluator is not None, "there are held-out rows"
-        await rollout.ready()
-        return await evaluator.evaluate()
+        async with build_rollout(config, model_path, tokenizer, system) as rollout:
+            judger = build_judger(data.judger_config, system=system)
+            manager = build_manager(config, data, tokenizer.encode, rollout, judger, ReplayBuffer())
+            evaluator = build_evaluator(config, data.evaluation, manager, tokenizer.encode)
+            assert evaluator is not None, "there are held-out rows"
+            await rollout.ready()
+            return await evaluator.evaluate()
 
 
 async def build_model(config: RunConfig, *, reporter: Reporter | None = None) -> str:
@@ -266,6 +270,45 @@ def model_of_checkpoint(checkpoint: Path) -> str:
 def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
     """Load the model's tokenizer, or the one that the agent loop names."""
     return Tokenizer.load(config.task.agent_loop_config.hf_checkpoint or model_path)
+
+
+def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, system: ActorSystem) -> RolloutController:
+    """Start the replicas; the controller is to be entered."""
+    return RolloutController(
+        system,
+        config=config.rollout,
+        model_path=model_path,
+        decode=tokenizer.decode,
+        seed=config.seed,
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+
+async def build_weight_sync(config: RunConfig, engine: TrainingController, rollout: RolloutController) -> WeightSync:
+    """Make the way of the weights: the one of the settings, or the one that fits where both sides are."""
+    settings = config.rollout
+    name: str = settings.weight_transport
+    if name == "auto":
+        name = choose_transport(frozenset(await engine.devices()), frozenset(await rollout.devices()))
+    for adapter in rollout.adapters:
+        if adapter.transports and name not in adapter.transports:
+            raise ConfigError(
+                f"rollout.weight_transport={name!r}: the {settings.engine} engine takes weights by "
+                f"{', '.join(adapter.transports)}. Set one of these."
+            )
+    transport = make_transport(
+        name,
+        folder=settings.weight_folder,
+        bucket_bytes=settings.weight_bucket_bytes,
+        timeout_s=settings.sync_timeout_s,
+    )
+    return WeightSync(
+        source=engine,
+        targets=rollout.adapters,
+        gate=rollout,
+        transport=transport,
+        max_unchanged=settings.max_unchanged_syncs,
+    )
 
 
 def build_manager(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,33 +15,76 @@ import torch
 from tests.build import make_state
 from xrl_lite.actors import ActorSystem
 from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
-from xrl_lite.algorithms.digest import weights_digest
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
-from xrl_lite.errors import RunError, WeightSyncError
+from xrl_lite.errors import ActorUnavailableError, ConfigError, RunError, WeightSyncError
 from xrl_lite.replay_buffer import ReplayBuffer
-from xrl_lite.rollout import RolloutConfig
+from xrl_lite.rollout import RolloutConfig, link
+from xrl_lite.rollout.adapter import FixedWeightsAdapter
+from xrl_lite.rollout.client import LLMClient
 from xrl_lite.rollout.controller import RolloutController
-from xrl_lite.weight_sync import WeightSync
+from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
 
 BACKENDS = ["inline", pytest.param("process", marks=pytest.mark.process)]
 WEIGHTS = {"w": torch.arange(6.0).view(2, 3), "b": torch.zeros(2)}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def processes() -> Iterator[ActorSystem]:
+    """A system whose fork server has torch loaded, before the first test counts processes."""
+    before, link.PRELOAD["fake"] = link.PRELOAD.get("fake", ()), ("torch",)
+    running = ActorSystem(num_cpus=8)
+    first = running.spawn(dict, preload=("torch",))
+    first.ready().result(60.0)
+    first.stop().result(10.0)
+    yield running
+    running.shutdown_now()
+    link.PRELOAD["fake"] = before
+
+
 @pytest.fixture(params=BACKENDS)
 async def system(request: pytest.FixtureRequest) -> AsyncIterator[ActorSystem]:
-    async with ActorSystem(num_cpus=4, backend=request.param) as running:
-        yield running
+    if request.param == "process":
+        yield request.getfixturevalue("processes")
+    else:
+        async with ActorSystem(num_cpus=8, backend="inline") as running:
+            yield running
 
 
-def make_controller(system: ActorSystem, **options: Any) -> RolloutController:
-    replicas = options.pop("num_replicas", 1)
-    timeout = options.pop("request_timeout_s", 30.0)
-    config = RolloutConfig(
-        engine="fake", engine_options=options, num_replicas=replicas, request_timeout_s=timeout, num_threads=1
-    )
+def make_controller(
+    system: ActorSystem, *, settings: dict[str, Any] | None = None, **options: Any
+) -> RolloutController:
+    defaults = {"engine": "fake", "request_timeout_s": 30.0, "num_threads": 1, "health_interval_s": 0.2}
+    config = RolloutConfig(**{**defaults, **(settings or {}), "engine_options": options})
     return RolloutController(
-        system, config=config, model_path="none", decode=lambda ids, _: "".join(map(chr, ids)), seed=0
+        system,
+        config=config,
+        model_path="none",
+        decode=lambda ids, _: "".join(map(chr, ids)),
+        seed=0,
+        eos_token_ids=frozenset([99]),
     )
+
+
+def make_sync(controller: RolloutController, weights: Any = None, **options: Any) -> WeightSync:
+    return WeightSync(
+        source=LocalWeights(weights or (lambda: WEIGHTS)),
+        targets=controller.adapters,
+        gate=controller,
+        transport=make_transport(
+            options.pop("transport", "shared_memory"), folder=None, bucket_bytes=20, timeout_s=10.0
+        ),
+        **options,
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait on a state that other tasks bring about."""
+    while not condition():  # noqa: ASYNC110 - it may be anything
+        await anyio.sleep(0.005)
+
+
+def loads(controller: RolloutController) -> list[int]:
+    return [replica["load"] for replica in controller.statistics()["replicas"].values()]
 
 
 def fresh(**fields: Any) -> RolloutState:
@@ -58,111 +103,401 @@ class ByText:
         return [await self.judge(state) for state in rollout_states]
 
 
-class Trainer:
-    """Something to take weights from."""
-
-    async def export_weights(self) -> dict[str, torch.Tensor]:
-        return WEIGHTS
-
-
 async def test_a_response_fills_the_state(system: ActorSystem) -> None:
-    controller = make_controller(system, responses=[[65]])
-    state = fresh()
-    assert await controller.generate(state) is state
-    assert (state.status, state.response, state.response_ids) == (Status.COMPLETED, "A", [65])
-    assert (state.logprobs, state.response_mask, state.response_model_steps) == ([-0.5], [1], [0])
-    assert set(controller.statistics().values()) == {0}
+    async with make_controller(system, responses=[[65]]) as controller:
+        state = fresh()
+        assert await controller.generate(state) is state
+        assert (state.status, state.response, state.response_ids) == (Status.COMPLETED, "A", [65])
+        assert (state.logprobs, state.response_mask, state.response_model_steps) == ([-0.5], [1], [0])
+        assert loads(controller) == [0]
 
 
 async def test_a_request_that_fails_is_data_and_its_sibling_goes_on(system: ActorSystem) -> None:
-    controller = make_controller(system, fail_prompts=[9])
-    bad, good = fresh(prompt_ids=[9], rollout_id=1), fresh(rollout_id=2)
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(controller.generate, bad)
-        tasks.start_soon(controller.generate, good)
-    assert bad.status is Status.FAILED
-    assert bad.error_msg == "sample 1 on rollout/0: scripted failure of prompt [9]"
-    assert good.status is Status.COMPLETED
+    async with make_controller(system, fail_prompts=[9]) as controller:
+        bad, good = fresh(prompt_ids=[9], rollout_id=1), fresh(rollout_id=2)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, bad)
+            tasks.start_soon(controller.generate, good)
+        assert bad.status is Status.FAILED
+        assert bad.error_msg == "sample 1: rollout/0: scripted failure of prompt [9]"
+        assert good.status is Status.COMPLETED
 
 
 async def test_closed_gate_holds_requests_until_it_opens(system: ActorSystem) -> None:
-    controller = make_controller(system)
-    await controller.pause_generation()
-    state = fresh()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(controller.generate, state)
-        await anyio.wait_all_tasks_blocked()
-        assert state.status is Status.INIT
-        await controller.continue_generation()
-    assert state.status is Status.COMPLETED
+    async with make_controller(system) as controller:
+        await controller.pause_generation()
+        state = fresh()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, state)
+            await until(lambda: controller.statistics()["num_waiting"] == 1)
+            assert state.status is Status.INIT
+            await controller.continue_generation()
+        assert state.status is Status.COMPLETED
 
 
-async def test_abort_ends_what_hangs(system: ActorSystem) -> None:
-    controller = make_controller(system, hang_prompts=[5])
-    state = fresh()
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(controller.generate, state)
-        while not await controller.abort_all():
-            await anyio.lowlevel.checkpoint()
-    assert state.status is Status.ABORTED
+async def test_abort_ends_what_runs_and_what_waits(system: ActorSystem) -> None:
+    async with make_controller(
+        system, hang_prompts=[5], hang_tokens=2, responses=[[65, 66, 67]], settings={"max_in_flight": 2}
+    ) as controller:
+        states = [fresh(rollout_id=number) for number in range(3)]
+        async with anyio.create_task_group() as tasks:
+            for state in states:
+                tasks.start_soon(controller.generate, state)
+            await until(lambda: loads(controller) == [2] and controller.statistics()["num_waiting"] == 1)
+            await until(lambda: sum(bool(p.known.token_ids) for p in controller._links[0]._pending.values()) == 2)
+            await controller.pause_generation()
+            assert await controller.abort_all() == 3
+        assert [state.status for state in states] == [Status.ABORTED] * 3
+        assert sorted(len(state.response_ids or []) for state in states) == [0, 2, 2]
+
+
+@pytest.mark.parametrize("partial", [True, False])
+async def test_an_aborted_sample_goes_on_or_starts_over(system: ActorSystem, partial: bool) -> None:
+    async with make_controller(
+        system, hang_prompts=[5], hang_tokens=2, responses=[[65, 66, 67, 68]], settings={"partial_rollout": partial}
+    ) as controller:
+        state = fresh(sample_params=SampleParams(max_tokens=3))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, state)
+            await until(lambda: any(pending.known.token_ids for pending in controller._links[0]._pending.values()))
+            await controller.abort_all()
+        assert (state.status, state.response_ids) == (Status.ABORTED, [65, 66])
+        state.prompt_ids = [6]  # this one does not hang
+        await controller.generate(state)
+        assert (state.status, state.response_ids) == (Status.COMPLETED, [65, 66, 67])
+        assert state.finish_reason == "length"
+        assert state.logprobs == [-0.5] * 3
+        assert controller.statistics()["num_requests"] == 2
+        assert await controller.generate(state) is state
+        assert controller.statistics()["num_requests"] == 2  # what is complete is left alone
+
+
+@pytest.mark.parametrize(("response", "reason"), [([65, 99], "stop"), ([65, 66, 67], "length")])
+async def test_an_aborted_sample_that_is_whole_needs_no_request(
+    system: ActorSystem, response: list[int], reason: str
+) -> None:
+    async with make_controller(system, settings={"partial_rollout": True}) as controller:
+        state = fresh(
+            status=Status.ABORTED,
+            response_ids=response,
+            logprobs=[-1.0] * len(response),
+            response_model_steps=[0] * len(response),
+            sample_params=SampleParams(max_tokens=3),
+        )
+        await controller.generate(state)
+        assert (state.status, state.finish_reason, state.response_ids) == (Status.COMPLETED, reason, response)
+        assert controller.statistics()["num_requests"] == 0
+
+
+async def test_abort_reaches_those_that_were_let_through_and_have_not_sent_yet(system: ActorSystem) -> None:
+    async with make_controller(system, hang_prompts=[5]) as controller:
+        await controller.ready()
+        await controller.pause_generation()
+        state = fresh()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, state)
+            await until(lambda: controller.statistics()["num_waiting"] == 1)
+            await controller.continue_generation()
+            assert await controller.abort_all() == 1
+        assert state.status is Status.ABORTED
+        assert loads(controller) == [0]
+
+
+async def test_tokens_stream_as_they_come_and_are_the_response(system: ActorSystem) -> None:
+    async with make_controller(system, hang_prompts=[5], hang_tokens=2, responses=[[65, 66, 67]]) as controller:
+        state = fresh()
+        streamed: list[int] = []
+        async with controller.streaming(state) as chunks:
+            async for chunk in chunks:
+                streamed += chunk.token_ids
+                if len(streamed) == 2:
+                    await controller.abort_all()
+        assert streamed == state.response_ids == [65, 66]
+        async with controller.streaming(fresh()) as chunks:
+            await chunks.receive()  # leaving now ends the request
+        await until(lambda: loads(controller) == [0])
+        health = await controller.check_health()
+        await until(lambda: health["rollout/0"].num_running <= 1)
 
 
 async def test_one_that_gives_up_takes_nobody_along_and_frees_its_place(system: ActorSystem) -> None:
-    controller = make_controller(system, hang_prompts=[5])
-    states = [fresh(rollout_id=number) for number in range(3)]
-    async with anyio.create_task_group() as tasks:
-        first = anyio.CancelScope()
+    async with make_controller(system, hang_prompts=[5]) as controller:
+        states = [fresh(rollout_id=number) for number in range(3)]
+        async with anyio.create_task_group() as tasks:
+            first = anyio.CancelScope()
 
-        async def give_up() -> None:
-            with first:
-                await controller.generate(states[0])
+            async def give_up() -> None:
+                with first:
+                    await controller.generate(states[0])
 
-        tasks.start_soon(give_up)  # the first of a tick sends and collects for the others
-        for state in states[1:]:
-            tasks.start_soon(controller.generate, state)
-        await anyio.wait_all_tasks_blocked()
-        first.cancel()
-        while controller.statistics()["rollout/0"] > 2:
-            await anyio.lowlevel.checkpoint()
-        while await controller.abort_all() != 2:
-            await anyio.lowlevel.checkpoint()
-    assert [state.status for state in states] == [Status.INIT, Status.ABORTED, Status.ABORTED]
-
-
-async def test_requests_go_to_the_least_loaded_replica(system: ActorSystem) -> None:
-    controller = make_controller(system, num_replicas=2, hang_prompts=[5])
-    async with anyio.create_task_group() as tasks:
-        for number in range(4):
-            tasks.start_soon(controller.generate, fresh(rollout_id=number))
-        await anyio.wait_all_tasks_blocked()
-        assert controller.statistics() == {"rollout/0": 2, "rollout/1": 2}
-        tasks.cancel_scope.cancel()
-    assert controller.statistics() == {"rollout/0": 0, "rollout/1": 0}
+            tasks.start_soon(give_up)
+            for state in states[1:]:
+                tasks.start_soon(controller.generate, state)
+            await until(lambda: loads(controller) == [3])
+            first.cancel()
+            await until(lambda: loads(controller) == [2])
+            while (await controller.check_health())["rollout/0"].num_running != 2:
+                pass
+            assert await controller.abort_all() == 2
+        assert [state.status for state in states] == [Status.INIT, Status.ABORTED, Status.ABORTED]
 
 
-async def test_weights_reach_every_replica_with_their_version(system: ActorSystem) -> None:
-    controller = make_controller(system, num_replicas=2)
-    sync = WeightSync(source=Trainer(), targets=controller.adapters, gate=controller)
-    await sync.sync(3)
-    assert sync.policy_version == 3
-    state = await controller.generate(fresh())
-    assert state.response_model_steps == [3]
+async def test_a_request_that_takes_too_long_is_failed_and_ended_in_the_engine(system: ActorSystem) -> None:
+    async with make_controller(system, hang_prompts=[5], settings={"request_timeout_s": 0.2}) as controller:
+        await controller.ready()
+        state = await controller.generate(fresh())
+        assert state.status is Status.FAILED
+        assert "no whole response within 0.2 s" in (state.error_msg or "")
+        while (await controller.check_health())["rollout/0"].num_running:
+            pass
 
 
-async def test_a_replica_with_other_weights_is_named_and_the_gate_opens_again(system: ActorSystem) -> None:
-    controller = make_controller(system)
+async def test_requests_go_to_the_least_loaded_replica_and_sessions_stay(system: ActorSystem) -> None:
+    async with make_controller(system, hang_prompts=[5], settings={"num_replicas": 2}) as controller:
+        await controller.ready()
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                tasks.start_soon(controller.generate, fresh(rollout_id=number))
+            await until(lambda: loads(controller) == [2, 2])
+            for number in range(3):
+                tasks.start_soon(controller.generate, fresh(rollout_id=10 + number, session_id="s"))
+            await until(lambda: sorted(loads(controller)) == [2, 5])
+            tasks.cancel_scope.cancel()
+        assert loads(controller) == [0, 0]
 
-    class Liar:
-        name = "rollout/1"
 
-        async def update_weights(self, version: int, weights: dict[str, torch.Tensor]) -> str:
-            return weights_digest({**weights, "b": weights["b"] + 1})
+async def test_waiting_is_fair_and_bounded(system: ActorSystem) -> None:
+    async with make_controller(system, hang_prompts=[5], settings={"max_in_flight": 1}) as controller:
+        order: list[int] = []
 
-    sync = WeightSync(source=Trainer(), targets=[*controller.adapters, Liar()], gate=controller)
-    with pytest.raises(WeightSyncError, match=r"rollout/1 holds other weights .* version 1"):
+        async def run(number: int) -> None:
+            await controller.generate(fresh(rollout_id=number))
+            order.append(number)
+
+        async with anyio.create_task_group() as tasks:
+            for number in range(5):
+                tasks.start_soon(run, number)
+            for number in range(5):
+                await until(lambda: loads(controller) == [1] and len(controller._links[0]._pending) == 1)
+                controller._links[0].abort_all()
+                await until(lambda number=number: len(order) == number + 1)
+        assert order == [0, 1, 2, 3, 4]
+
+
+# --- verl's way
+
+
+async def test_verl_style_requests_are_answered(system: ActorSystem) -> None:
+    async with make_controller(system, responses=[[65, 66, 67]]) as controller:
+        client = LLMClient(controller)
+        params = {"temperature": 1.0, "top_p": 1.0, "max_new_tokens": 2, "logprobs": True, "stop": None}
+        output = await client.generate("r1", prompt_ids=[1, 2], sampling_params=params)
+        assert (output.token_ids, output.log_probs, output.stop_reason) == ([65, 66], [-0.5, -0.5], "completed")
+        assert output.extra_fields["global_steps"] == 0
+        async with client.streaming("r2", prompt_ids=[1], sampling_params={}) as outputs:
+            parts = [part async for part in outputs]
+        assert [token for part in parts for token in part.token_ids] == [65, 66, 67]
+        assert parts[-1].stop_reason == "completed"
+        with pytest.raises(ConfigError, match=r"Unknown sampling parameter 'temprature'. Did you mean 'temperature'"):
+            await client.generate("r3", prompt_ids=[1], sampling_params={"temprature": 1.0})
+        with pytest.raises(ConfigError, match="one request gives one response"):
+            await client.generate("r3", prompt_ids=[1], sampling_params={"n": 2})
+
+
+async def test_a_client_may_go_on_after_an_abort(system: ActorSystem) -> None:
+    async with make_controller(system, hang_prompts=[5], hang_tokens=2, responses=[[65, 66, 67]]) as controller:
+        outputs: list[Any] = []
+        client = LLMClient(controller, resume_aborted=True)
+
+        async def run() -> None:
+            outputs.append(await client.generate("r", prompt_ids=[5], sampling_params={"max_tokens": 2}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            await until(lambda: any(pending.known.token_ids for pending in controller._links[0]._pending.values()))
+            await controller.abort_all()
+        assert outputs[0].token_ids == [65, 66]
+        assert outputs[0].extra_fields["finish_reason"] == "length"
+
+
+# --- weights
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "folder", "process_group"])
+async def test_weights_reach_every_replica_with_their_version(system: ActorSystem, transport: str) -> None:
+    if transport == "process_group" and system.backend == "inline":
+        pytest.skip("a group needs processes of its own")
+    weights = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+    async with make_controller(system, settings={"num_replicas": 2}, weights=shapes) as controller:
+        await controller.ready()
+        sync = make_sync(controller, lambda: weights, transport=transport)
+        for version in (3, 4):
+            weights["w"] += 1
+            report = await sync.sync(version)
+            assert (sync.policy_version, report.version, report.num_replaced) == (version, version, 0)
+            states = [fresh(rollout_id=number) for number in range(4)]
+            async with anyio.create_task_group() as tasks:
+                for state in states:
+                    tasks.start_soon(controller.generate, state)
+            assert [state.response_model_steps for state in states] == [[version]] * 4
+        sync.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"w": torch.zeros(3)}, r"version 1 failed in phase prepare: rollout/0: .*tensor 'w' has shape \(3,\)"),
+        ({"v": torch.zeros(3)}, r"phase prepare: rollout/0: .*tensor 'v' is not in the model"),
+    ],
+)
+async def test_weights_that_do_not_fit_name_replica_phase_and_tensor(
+    system: ActorSystem, change: dict[str, torch.Tensor], wanted: str
+) -> None:
+    async with make_controller(system, weights={"w": [2, 3], "b": [2]}) as controller:
+        await controller.ready()
+        wrong = WEIGHTS | change
+        sync = make_sync(controller, lambda: wrong)
+        with pytest.raises(WeightSyncError, match=wanted):
+            await sync.sync(1)
+        assert sync.policy_version == -1
+        state = await controller.generate(fresh())
+        assert (state.status, state.response_model_steps) == (Status.COMPLETED, [0])  # nothing has changed
+        wrong.clear()
+        wrong |= WEIGHTS
         await sync.sync(1)
-    assert sync.policy_version == -1
-    assert (await controller.generate(fresh())).status is Status.COMPLETED
+        assert (await controller.generate(fresh())).response_model_steps == [1]
+
+
+async def test_a_replica_with_other_weights_is_named_and_serves_nobody_until_it_has_the_right_ones(
+    system: ActorSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_controller(system, settings={"request_timeout_s": 0.3}) as controller:
+        await controller.ready()
+        sync = make_sync(controller)
+        adapter = controller.adapters[0]
+        load = adapter.load
+
+        async def lie(bucket: Any) -> dict[str, str]:
+            return {**await load(bucket), "b": "00000000"}
+
+        monkeypatch.setattr(adapter, "load", lie)
+        with pytest.raises(WeightSyncError, match=r"phase transfer: rollout/0: tensor 'b' is other than it was sent"):
+            await sync.sync(1)
+        assert (await controller.generate(fresh())).status is Status.FAILED
+        monkeypatch.undo()
+        await sync.sync(1)
+        assert (await controller.generate(fresh())).response_model_steps == [1]
+
+
+async def test_pushes_that_change_nothing_are_reported(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
+    async with make_controller(system) as controller:
+        await controller.ready()
+        source = LocalWeights(lambda: WEIGHTS)
+        sync = make_sync(controller, max_unchanged=2)
+        sync._source = source
+        await sync.sync(0)
+        for version in (1, 2, 3):
+            await sync.sync(version)  # no update was made: nothing to report
+        assert "brought the same weights" not in caplog.text
+        for version in (4, 5):
+            source.num_updates += 1
+            report = await sync.sync(version)
+        assert report.unchanged == 2
+        assert "2 weight syncs in a row brought the same weights" in caplog.text
+
+
+async def test_the_server_of_others_keeps_its_weights(system: ActorSystem) -> None:
+    async with make_controller(system) as controller:
+        await controller.ready()
+        controller.adapters[0] = FixedWeightsAdapter(controller._links[0], timeout_s=1.0)
+        with pytest.raises(WeightSyncError, match="keeps its own weights"):
+            await make_sync(controller).sync(1)
+
+
+# --- deaths
+
+
+async def test_what_a_dead_replica_had_is_sent_again_with_the_tokens_it_had_told_of(system: ActorSystem) -> None:
+    if system.backend == "inline":
+        pytest.skip("there is no process to kill")
+    async with make_controller(
+        system, hang_prompts=[5], hang_tokens=2, responses=[[65, 66, 67, 68]], settings={"num_replicas": 2}
+    ) as controller:
+        await controller.ready()
+        sync = make_sync(controller)
+        await sync.sync(7)
+        states = [fresh(rollout_id=number) for number in range(6)]
+        async with anyio.create_task_group() as tasks:
+            for state in states:
+                tasks.start_soon(controller.generate, state)
+            await until(lambda: loads(controller) == [3, 3])
+            first = controller._links[0]
+            await until(lambda: sum(bool(pending.known.token_ids) for pending in first._pending.values()) == 3)
+            os.kill(first.replica.pid, signal.SIGKILL)
+            await until(lambda: first.num_replaced == 1)
+            await until(lambda: sum(loads(controller)) == 6)
+            await until(lambda: first.state.value == "up")
+            # the successor has the present weights before it answers
+            assert (await first.health()).policy_version == 7
+            await until(lambda: all(len(link._pending) for link in controller._links) or loads(controller)[1] == 6)
+            while any(state.status is Status.INIT for state in states):
+                await controller.abort_all()
+                await anyio.sleep(0.01)
+        assert [state.status for state in states] == [Status.ABORTED] * 6
+        assert controller.statistics()["num_resent"] == 3
+        assert sorted(len(state.response_ids or []) for state in states)[-3:] == [4, 4, 4]
+
+
+async def test_a_request_that_kills_replicas_fails_and_names_the_death(system: ActorSystem) -> None:
+    settings = {"max_resends": 1, "max_restarts": 5}
+    async with make_controller(system, exit_prompts=[5], settings=settings) as controller:
+        poison, good = fresh(rollout_id=1), fresh(rollout_id=2, prompt_ids=[6])
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, poison)
+        assert poison.status is Status.FAILED
+        assert "its replica died 2 times under it" in (poison.error_msg or "")
+        assert (await controller.generate(good)).status is Status.COMPLETED
+
+
+async def test_a_replica_that_makes_no_token_is_replaced(system: ActorSystem) -> None:
+    settings = {"stall_timeout_s": 0.3, "max_resends": 0, "health_interval_s": 0.1}
+    async with make_controller(system, hang_prompts=[5], settings=settings) as controller:
+        state = await controller.generate(fresh())
+        assert state.status is Status.FAILED
+        assert "made no token for 0.3 s (stall_timeout_s)" in (state.error_msg or "")
+        assert (await controller.generate(fresh(prompt_ids=[6]))).status is Status.COMPLETED
+        assert controller.statistics()["replicas"]["rollout/0"]["num_replaced"] == 1
+
+
+async def test_replicas_that_die_too_often_end_generation_with_the_reason(system: ActorSystem) -> None:
+    settings = {"max_resends": 9, "max_restarts": 1}
+    async with make_controller(system, exit_prompts=[5], settings=settings) as controller:
+        with pytest.raises(ActorUnavailableError, match=r"(?s)No rollout replica is left.*rollout/0"):
+            await controller.generate(fresh())
+
+
+async def test_a_replica_that_dies_or_hangs_in_a_sync_is_replaced_and_catches_up(system: ActorSystem) -> None:
+    for options in ({"exit_at_load": 0}, {"hang_at_prepare": 0}):
+        settings = {"num_replicas": 2, "sync_timeout_s": 0.5, "max_restarts": 0}
+        async with make_controller(system, settings=settings, **options) as controller:
+            await controller.ready()
+            report = await make_sync(controller).sync(2)
+            assert report.num_replaced == 1
+            states = [fresh(rollout_id=number) for number in range(3)]
+            for state in states:
+                await controller.generate(state)
+            assert [state.response_model_steps for state in states] == [[2]] * 3
+
+
+async def test_an_engine_that_cannot_start_says_why(system: ActorSystem) -> None:
+    async with make_controller(system, respnses=[]) as controller:
+        with pytest.raises(
+            ConfigError, match=r"engine_options.respnses: the fake engine has no such option.*responses"
+        ):
+            await controller.ready()
+        with pytest.raises(ActorUnavailableError, match="no such option"):
+            await controller.generate(fresh())
 
 
 # --- manager
@@ -182,27 +517,30 @@ def make_manager(controller: RolloutController, *, prompts: list[int], limit: in
 
 
 async def test_a_batch_is_generated_and_judged(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system, responses=[[65], [66]]), prompts=[1, 2, 3])
-    await manager.produce_batch(3, train_step=1)
-    groups, _ = await manager.replay_buffer.sample(1, "train", 3)
-    assert [group.uid for group in groups] == ["0", "1", "2"]
-    states = [state for group in groups for state in group.states]
-    assert all(state.reward == {"score": float(state.response == "A")} for state in states)
-    assert len({state.response for state in states}) == 2
+    async with make_controller(system, responses=[[65], [66]]) as controller:
+        manager = make_manager(controller, prompts=[1, 2, 3])
+        await manager.produce_batch(3, train_step=1)
+        groups, _ = await manager.replay_buffer.sample(1, "train", 3)
+        assert [group.uid for group in groups] == ["0", "1", "2"]
+        states = [state for group in groups for state in group.states]
+        assert all(state.reward == {"score": float(state.response == "A")} for state in states)
+        assert len({state.response for state in states}) == 2
 
 
 async def test_a_failed_group_is_replaced(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system, fail_prompts=[2]), prompts=[1, 2, 3])
-    await manager.produce_batch(2, train_step=1)
-    groups, metrics = await manager.replay_buffer.sample(1, "train", 2)
-    assert [group.states[0].prompt_ids for group in groups] == [[1], [3]]
-    assert metrics["buffer/failed_groups"] == 1.0
+    async with make_controller(system, fail_prompts=[2]) as controller:
+        manager = make_manager(controller, prompts=[1, 2, 3])
+        await manager.produce_batch(2, train_step=1)
+        groups, metrics = await manager.replay_buffer.sample(1, "train", 2)
+        assert [group.states[0].prompt_ids for group in groups] == [[1], [3]]
+        assert metrics["buffer/failed_groups"] == 1.0
 
 
 async def test_failing_for_ever_ends_with_the_reason(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system, fail_prompts=[1]), prompts=[1], limit=3)
-    with pytest.raises(RunError, match=r"more than max_failed_groups=3.*scripted failure"):
-        await manager.produce_batch(2, train_step=1)
+    async with make_controller(system, fail_prompts=[1]) as controller:
+        manager = make_manager(controller, prompts=[1], limit=3)
+        with pytest.raises(RunError, match=r"more than max_failed_groups=3.*scripted failure"):
+            await manager.produce_batch(2, train_step=1)
 
 
 async def test_a_judger_that_breaks_ends_the_batch(system: ActorSystem) -> None:
@@ -210,16 +548,18 @@ async def test_a_judger_that_breaks_ends_the_batch(system: ActorSystem) -> None:
         async def judge(self, rollout_state: RolloutState) -> RolloutState:
             raise KeyError("a bug in the judger")
 
-    manager = make_manager(make_controller(system), prompts=[1])
-    manager.agent_loop.judger = Broken()
-    with pytest.raises(KeyError, match="a bug in the judger"):
-        await manager.produce_batch(2, train_step=1)
+    async with make_controller(system) as controller:
+        manager = make_manager(controller, prompts=[1])
+        manager.agent_loop.judger = Broken()
+        with pytest.raises(KeyError, match="a bug in the judger"):
+            await manager.produce_batch(2, train_step=1)
 
 
 async def test_evaluation_passes_the_buffer_by(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system), prompts=[1])
-    group = [fresh(rollout_id=n) for n in range(2)]
-    evaluate = partial(manager.evaluate, [group], sample_params=SampleParams(temperature=0.0, max_tokens=2))
-    (finished,) = await evaluate()
-    assert [state.status for state in finished] == [Status.COMPLETED] * 2
-    assert len(manager.replay_buffer) == 0
+    async with make_controller(system) as controller:
+        manager = make_manager(controller, prompts=[1])
+        group = [fresh(rollout_id=n) for n in range(2)]
+        evaluate = partial(manager.evaluate, [group], sample_params=SampleParams(temperature=0.0, max_tokens=2))
+        (finished,) = await evaluate()
+        assert [state.status for state in finished] == [Status.COMPLETED] * 2
+        assert len(manager.replay_buffer) == 0

@@ -22,14 +22,14 @@ from xrl_lite.replay_buffer import PromptGroup, ReplayBuffer
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
-from xrl_lite.trainer.base import TrainerParts, TrainerSettings
+from xrl_lite.trainer.base import RunSummary, TrainerParts, TrainerSettings
 from xrl_lite.trainer.checkpoint import CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.evaluation import Evaluator
 from xrl_lite.trainer.report import ConsoleReporter
 from xrl_lite.trainer.run_folder import RunFolder
 from xrl_lite.trainer.stop import StopRequest
 from xrl_lite.trainer.sync import SyncTrainer
-from xrl_lite.weight_sync import WeightSync
+from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
 
 ROWS = [Row(index=n, prompt=[{"role": "user", "content": str(n + 1)}], ground_truth="A") for n in range(4)]
 NINE = [
@@ -45,17 +45,15 @@ NINE = [
 ]
 
 
-class Engine:
+class Engine(LocalWeights):
     """Trains nothing, and writes down what it was asked."""
 
     def __init__(self, **metrics: float) -> None:
+        super().__init__(lambda: {"w": torch.full((2,), float(len(self.batches)))})
         self.metrics = metrics
         self.batches: list[TrainBatch] = []
         self.measured: list[list[str]] = []
         self.loaded: Path | None = None
-
-    async def export_weights(self) -> dict[str, torch.Tensor]:
-        return {"w": torch.full((2,), float(len(self.batches)))}
 
     async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
         self.measured.append(names)
@@ -114,6 +112,11 @@ class Recorded(SyncTrainer):
     """Writes down its hooks, and asks for a stop in a step if told to."""
 
     stop_in_step = 0
+    rollout: RolloutController
+
+    async def fit(self, checkpoint: Path | None = None) -> RunSummary:
+        async with self.rollout:
+            return await super().fit(checkpoint)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -156,7 +159,12 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
     )
     parts = TrainerParts(
         engine=engine,
-        weight_sync=WeightSync(source=engine, targets=rollout.adapters, gate=rollout),
+        weight_sync=WeightSync(
+            source=engine,
+            targets=rollout.adapters,
+            gate=rollout,
+            transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=10.0),
+        ),
         manager=manager,
         replay_buffer=buffer,
         evaluator=Evaluator(
@@ -176,7 +184,9 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
         algorithm=AlgorithmConfig(**options.pop("algorithm", {})),
     )
     assert not options
-    return cls(parts, settings, StopRequest())
+    trainer = cls(parts, settings, StopRequest())
+    trainer.rollout = rollout
+    return trainer
 
 
 @pytest.fixture
@@ -229,7 +239,6 @@ async def test_a_stop_ends_after_the_step_and_its_evaluation_is_made_up_for(
     assert read_state(summary.checkpoint)["evaluation_due"]
 
     engine = Engine()
-    await system.get("rollout/0").stop()
     await make_trainer(system, folder, engine=engine).fit(summary.checkpoint)
     assert engine.loaded == summary.checkpoint / "engine"
     assert steps_of(folder, "loss") == [1, 2, 3, 4]
@@ -240,7 +249,6 @@ async def test_going_back_to_an_earlier_checkpoint_drops_what_came_after_it(
     system: ActorSystem, folder: RunFolder
 ) -> None:
     await make_trainer(system, folder).fit()
-    await system.get("rollout/0").stop()
     again = make_trainer(system, folder, trainer={"num_steps": 3})
     summary = await again.fit(folder.checkpoints / "step_000002")
     assert steps_of(folder, "loss") == [1, 2, 3]
@@ -320,7 +328,6 @@ async def test_what_an_algorithm_needs_is_measured_once_and_its_state_is_saved(
     assert summary.checkpoint is not None
     coefficient = read_state(summary.checkpoint)["algorithm"]["kl_coef"]
     assert coefficient == pytest.approx(0.1 * (1 - 0.2 * 16 / 100) ** 4)
-    await system.get("rollout/0").stop()
     again = make_trainer(system, folder, algorithm=algorithm, trainer={"num_steps": 5})
     await again.fit(summary.checkpoint)
     assert [r["reward_kl_penalty_coeff"] for r in folder.metrics() if r["step"] == 5 and "loss" in r] == [coefficient]

@@ -34,10 +34,40 @@ class Tokenizer:
             )
         return cls(tokenizer)
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Tokens that end a response."""
+        end = self._tokenizer.eos_token_id
+        return frozenset() if end is None else frozenset([end])
+
     def encode(self, messages: list[dict[str, Any]]) -> list[int]:
         """Render a prompt with the chat template, generation prompt included, and return its token ids."""
         return self._tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+
+    def check_template(self) -> str | None:
+        """Render a conversation of three turns at once and turn by turn; return how they differ, None if they do not.
+
+        Where they do, a conversation cannot be continued token by token: what the model sees in the next turn is not
+        what it saw and wrote before.
+        """
+        turns = [
+            {"role": "user", "content": "One?"},
+            {"role": "assistant", "content": "1"},
+            {"role": "user", "content": "Two?"},
+        ]
+        whole = self.encode(turns)
+        first = self.encode(turns[:1])
+        place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), None)
+        if place is None and len(first) <= len(whole):
+            return None
+        place = len(whole) if place is None else place
+        shown = [self.decode(ids[max(place - 8, 0) : place + 8], False) for ids in (first, whole)]
+        return (
+            f"token {place} of the first turn is another one in the whole conversation: {shown[0]!r} became "
+            f"{shown[1]!r}. The chat template changes earlier turns (some drop reasoning); turns must then be trained "
+            f"as rows of their own."
         )
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xrl_lite.actors import ActorSystem
+    from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender
 
 
 class TrainingController:
@@ -88,6 +89,26 @@ class TrainingController:
         """Return every weight under its Hugging Face name."""
         return await self._rank.export_weights.options(timeout_s=self._config.step_timeout_s).remote()
 
+    async def devices(self) -> list[str]:
+        """Return where the weights are."""
+        return await self._rank.devices.remote()
+
+    async def attach_weights(self, sender: WeightSender) -> None:
+        """Give the ranks their end of the way on which weights leave."""
+        await self._call("attach_weights", sender)
+
+    async def open_weights(self, version: int) -> WeightOffer:
+        """Begin to hand over the present weights, as `version`."""
+        return await self._call("open_weights", version)
+
+    async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
+        """Hand over a bucket."""
+        return await self._call("send_weights", number, num_receivers)
+
+    async def close_weights(self) -> None:
+        """End handing over."""
+        await self._call("close_weights")
+
     async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         """Write the state of the ranks into a folder that does not exist yet."""
         save = self._rank.save_checkpoint.options(timeout_s=self._config.step_timeout_s)
@@ -96,3 +117,6 @@ class TrainingController:
     async def load_checkpoint(self, folder: Path) -> None:
         """Go on from a checkpoint."""
         await self._rank.load_checkpoint.options(timeout_s=self._config.step_timeout_s).remote(folder)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._rank.method_named(method).options(timeout_s=self._config.step_timeout_s).remote(*arguments)

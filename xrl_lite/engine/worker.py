@@ -6,6 +6,7 @@ packed micro-batches. Only lists cross the process boundary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +26,7 @@ from xrl_lite.algorithms.planning import plan_micro_batches
 from xrl_lite.algorithms.policy_losses import get_policy_loss_fn, policy_loss
 from xrl_lite.algorithms.rollout_correction import correct_rollout
 from xrl_lite.algorithms.rows import pad_rows, unpad_rows
+from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender, devices_of
 from xrl_lite.engine.base import BaseEngine, EngineRegistry, OutputRequest, TokenOutputs
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
@@ -82,6 +84,8 @@ class EngineWorker:
             teacher_path=algorithm.distillation.teacher if algorithm.distillation else None,
         )
         self._engine.initialize()
+        self._num_updates = 0
+        self._sender: WeightSender
 
     def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step; return its metrics.
@@ -131,6 +135,27 @@ class EngineWorker:
     def export_weights(self) -> dict[str, Tensor]:
         """Return every weight under its Hugging Face name."""
         return dict(self._engine.get_per_tensor_param())
+
+    def devices(self) -> list[str]:
+        """Return where the weights are: "cpu", or the unique ids of GPUs."""
+        return devices_of(tensor for _, tensor in self._engine.get_per_tensor_param())
+
+    def attach_weights(self, sender: WeightSender) -> None:
+        """Take this rank's end of the way on which weights leave; it lives as long as the rank, or until the next."""
+        self._sender = sender
+
+    def open_weights(self, version: int) -> WeightOffer:
+        """Begin to hand over the present weights, as `version`."""
+        parameters = self._engine.get_per_tensor_param()
+        return self._sender.open(parameters, version=version, num_updates=self._num_updates)
+
+    def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
+        """Hand over a bucket."""
+        return self._sender.send(number, num_receivers)
+
+    def close_weights(self) -> None:
+        """End handing over."""
+        self._sender.close()
 
     def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         """Write the engine's state, and the model as a Hugging Face folder beside it."""
@@ -233,6 +258,7 @@ class EngineWorker:
         request = OutputRequest(entropy=True, entropy_gradient=self._algorithm.entropy_coeff > 0)
         done = self._engine.train_batch(micro_batches, loss_function, temperature=batch.temperature, request=request)
         num_ranks = self._engine.get_data_parallel_size()
+        self._num_updates += math.isfinite(done["grad_norm"])
         return {
             "loss": sum(self._engine.all_gather(loss_sum)) / num_ranks,
             "grad_norm": done["grad_norm"],

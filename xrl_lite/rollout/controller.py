@@ -1,70 +1,49 @@
-"""Requests to replicas: which one, in what order, with which seed, and when none may start.
+"""Requests to replicas: which one, in what order, with which seed, and what becomes of them when a replica dies.
 
 ::
 
-    generate(state) --> gate open? --> least loaded replica --> outbox --one message a tick--> replica
-          ^                                                                                      |
-          '--- one of those that wait collects for all, and hands over to another when it has its own answer
+    generate(state) --> turnstile (gate open? a replica with room?) --> its link --> replica
+          ^                                                               |
+          '-- answer; or the replica died: sent again from the tokens that are known, to another or to its successor
 
-Waits for    the gate (closed while weights are exchanged); its place in a message; its answer, `request_timeout_s` long
-Is woken by  `continue_generation`; the next turn of the loop; whoever collects, or being handed the collecting
+Waits for    its turn; its answer; both together `request_timeout_s` long
+Is woken by  the turnstile; the link: an answer, or the loss of the replica
+
+States: COMPLETED ones are returned untouched. ABORTED ones go on from their tokens with `partial_rollout`, else start
+over; so do all others. What comes back is COMPLETED, ABORTED (with what there is) or FAILED (with `error_msg`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
-import anyio.lowlevel
+from anyio.streams.memory import MemoryObjectReceiveStream
 
-from xrl_lite.actors import RestartPolicy
-from xrl_lite.algorithms.preload import MODEL_MODULES
-from xrl_lite.data import RolloutState, Status, update_status_from_finish_reason
-from xrl_lite.errors import ActorTimeoutError, RolloutError
-from xrl_lite.rollout.adapter import ServerAdapter
+from xrl_lite.data import RolloutState, SampleParams, Status, update_status_from_finish_reason
+from xrl_lite.errors import ActorError, RolloutError, errors_as_themselves
+from xrl_lite.log import get_logger
+from xrl_lite.rollout.adapter import ServerAdapter, make_adapter
 from xrl_lite.rollout.config import RolloutConfig
-from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplicaRegistry
+from xrl_lite.rollout.link import LinkState, Lost, OnTokens, ReplicaLink
+from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, ReplicaHealth
+from xrl_lite.rollout.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
 
-PRELOAD = {"torch": MODEL_MODULES}
-"""Modules that the fork server imports once for all replicas of an engine."""
-
-MAX_CONCURRENCY = 65_536
-"""Calls a replica holds open at once; what bounds the work is `max_batch_size`."""
+logger = get_logger(__name__)
 
 DecodeTokens = Callable[[list[int], bool], str]
 """Token ids, and whether to leave special tokens out -> text."""
 
 
-@dataclass
-class _Waiter:
-    """Somebody who waits for an answer."""
-
-    outcome: GenerateResult | Exception | None = None
-    """The answer, once it is there."""
-    must_collect: bool = False
-    """It is this one's turn to collect for the batch."""
-    woken: anyio.Event = field(default_factory=anyio.Event)
-    """Set when either of the two changes."""
-
-
-@dataclass
-class _Batch:
-    """Requests that go to one replica as one message."""
-
-    batch_id: str
-    requests: list[GenerateRequest] = field(default_factory=list[GenerateRequest])
-    waiting: dict[str, _Waiter] = field(default_factory=dict[str, _Waiter])
-
-
 class RolloutController:
-    """Starts the replicas and generates with them.
+    """Starts the replicas and generates with them. Use it as an async context manager.
 
     Args:
         system: Where the replicas run.
@@ -72,169 +51,352 @@ class RolloutController:
         model_path: Hugging Face folder or hub id.
         decode: Makes text of token ids.
         seed: Seed of the run; each response gets a seed of its own from it and the state's ids.
+        eos_token_ids: Tokens that end a response; an aborted sample that ends so is complete.
     """
 
     def __init__(
-        self, system: ActorSystem, *, config: RolloutConfig, model_path: str, decode: DecodeTokens, seed: int
+        self,
+        system: ActorSystem,
+        *,
+        config: RolloutConfig,
+        model_path: str,
+        decode: DecodeTokens,
+        seed: int,
+        eos_token_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._config = config
         self._decode = decode
         self._seed = seed
-        self._replicas: list[Any] = [
-            system.spawn(
-                RolloutReplicaRegistry.get(config.engine),
-                kwargs={"config": config, "model_path": model_path, "replica": number},
-                name=f"rollout/{number}",
-                num_cpus=config.num_cpus,
-                num_threads=config.num_threads or len(os.sched_getaffinity(0)),
-                max_concurrency=MAX_CONCURRENCY,
-                max_pending=MAX_CONCURRENCY,
-                preload=PRELOAD.get(config.engine, ()),
-                start_timeout_s=config.start_timeout_s,
-                # a restarted replica has the initial weights; it must not answer before it got the present ones
-                restart=RestartPolicy(max_restarts=0),
-            )
+        self._eos_token_ids = eos_token_ids
+        self._partial_rollout = config.partial_rollout
+        self._links = [
+            ReplicaLink(system, config=config, model_path=model_path, number=number, on_change=self._serve)
             for number in range(config.num_replicas)
         ]
-        self.adapters = [
-            ServerAdapter(replica, number, timeout_s=config.sync_timeout_s)
-            for number, replica in enumerate(self._replicas)
+        self._turnstile = Turnstile(self._links, limit=config.in_flight_limit, max_sessions=config.max_sessions)
+        self.adapters: list[ServerAdapter] = [
+            make_adapter(config.engine, link, timeout_s=config.sync_timeout_s) for link in self._links
         ]
-        self._load = [0] * config.num_replicas
-        self._num_batches = 0
-        self._outbox = [self._new_batch() for _ in self._replicas]
         self._num_requests = 0
-        self._gate = anyio.Event()
-        self._gate.set()
+        self._num_resent = 0
+        self._frozen = False
+        self._tasks = anyio.create_task_group()
+
+    async def __aenter__(self) -> Self:
+        await self._tasks.__aenter__()
+        for link in self._links:
+            self._tasks.start_soon(link.run, name=link.name)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._tasks.cancel_scope.cancel()
+        try:
+            with errors_as_themselves():
+                await self._tasks.__aexit__(kind, error, trace)
+        finally:
+            # shield: what is not stopped here would be killed later; each stop is bounded
+            with anyio.CancelScope(shield=True):
+                async with anyio.create_task_group() as stopping:
+                    for link in self._links:
+                        stopping.start_soon(link.stop)
 
     async def ready(self) -> None:
-        """Wait until every replica has loaded the model."""
-        for replica in self._replicas:
-            await replica.ready()
+        """Wait until every replica has loaded the model; raises what its constructor raised."""
+        for link in self._links:
+            await link.settled.wait()
+            if link.state is LinkState.DOWN and link.error is not None:
+                raise link.error
 
-    async def generate(self, state: RolloutState) -> RolloutState:
+    async def devices(self) -> set[str]:
+        """Return where the weights of all replicas are: "cpu", or the unique ids of GPUs."""
+        return {device for link in self._links for device in await link.replica.devices.remote()}
+
+    def restore_with(self, restore: Callable[[ServerAdapter], Awaitable[None]]) -> None:
+        """Have replicas that are started anew be given the present weights by `restore`."""
+        for link, adapter in zip(self._links, self.adapters, strict=True):
+            link.restore = lambda adapter=adapter: restore(adapter)
+
+    # --- generating
+
+    async def generate(
+        self, state: RolloutState, *, on_tokens: OnTokens | None = None, resume: bool | None = None
+    ) -> RolloutState:
         """Generate the response of a state and return the state, COMPLETED, ABORTED or FAILED.
 
-        Waits while the gate is closed. Cancelling aborts the request in the engine.
+        Waits while the gate is closed. Cancelling ends the request in the engine.
+
+        Args:
+            state: What to respond to: `tokens`, or `prompt_ids` where there are none.
+            on_tokens: Is told tokens as they come.
+            resume: Whether an aborted state goes on from its tokens, instead of what `partial_rollout` says.
 
         Raises:
-            ActorDiedError: the replica died; the run cannot go on without it.
+            ActorUnavailableError: no replica is left.
         """
-        await self._gate.wait()
-        number = min(range(len(self._replicas)), key=self._load.__getitem__)
-        request = self._request(state)
-        self._load[number] += 1
-        try:
-            result = await self._ask(number, request)
-        except (RolloutError, ActorTimeoutError) as error:
-            state.status = Status.FAILED
-            state.error_msg = f"sample {state.rollout_id} on rollout/{number}: {error}"
+        if state.status is Status.COMPLETED:
             return state
-        finally:
-            self._load[number] -= 1
-        return self._fill(state, result)
+        earlier = self._take_up(state, self._partial_rollout if resume is None else resume)
+        if (finish_reason := self._ended_before(state, earlier)) is not None:
+            return self._fill(state, earlier, finish_reason)
+        problem = ""
+        with anyio.move_on_after(self._config.request_timeout_s) as deadline:
+            try:
+                result = await self._respond(state, earlier, on_tokens)
+            except RolloutError as error:
+                problem = str(error)
+            else:
+                earlier.extend(result)
+                return self._fill(state, earlier, result.finish_reason)
+        if deadline.cancelled_caught:
+            problem = (
+                f"no whole response within {self._config.request_timeout_s:g} s (rollout.request_timeout_s), "
+                f"queueing included"
+            )
+        return _failed(state, f"sample {state.rollout_id}: {problem}")
 
-    async def pause_generation(self) -> None:
-        """Close the gate: requests that have not been sent wait."""
-        if self._gate.is_set():
-            self._gate = anyio.Event()
+    @asynccontextmanager
+    async def streaming(self, state: RolloutState) -> AsyncIterator[MemoryObjectReceiveStream[GenerateResult]]:
+        """Generate in the background while inside: yields a stream of new tokens that ends with the response.
+
+        ::
+
+            async with controller.streaming(state) as chunks:
+                async for chunk in chunks:
+                    ...
+            # state is filled; leaving early cancels the request
+        """
+        sender, receiver = anyio.create_memory_object_stream[GenerateResult](float("inf"))
+
+        async def run() -> None:
+            with sender:
+                await self.generate(state, on_tokens=sender.send_nowait)
+
+        with errors_as_themselves():
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                with receiver:
+                    yield receiver
+                tasks.cancel_scope.cancel()
+
+    # --- control
+
+    async def pause_generation(self, *, freeze: bool = False) -> None:
+        """Close the gate: requests that have not been sent wait.
+
+        Args:
+            freeze: Also stop computing those that have been, until `continue_generation`.
+        """
+        self._turnstile.close()
+        for link in self._links:
+            link.touch(held=True)
+        if freeze:
+            self._frozen = True
+            await self._on_all("pause")
 
     async def continue_generation(self) -> None:
-        """Open the gate."""
-        self._gate.set()
+        """Open the gate, and compute again what was frozen."""
+        if self._frozen:
+            self._frozen = False
+            await self._on_all("resume")
+        for link in self._links:
+            link.touch(held=False)
+        self._turnstile.open()
 
     async def abort_all(self) -> int:
-        """End every request in flight; return how many there were."""
-        return sum([await replica.abort_all.remote() for replica in self._replicas])
+        """End every request, sent or not, with what it has; return how many there were."""
+        return self._turnstile.abort_waiting() + sum(link.abort_all() for link in self._links)
 
-    def statistics(self) -> dict[str, int]:
-        """Return the requests in flight of each replica."""
-        return {f"rollout/{number}": load for number, load in enumerate(self._load)}
+    def set_enable_partial_rollout(self, enabled: bool) -> None:
+        """Say whether aborted samples go on from their tokens."""
+        self._partial_rollout = enabled
 
-    async def _ask(self, number: int, request: GenerateRequest) -> GenerateResult:
-        batch = self._outbox[number]
-        batch.requests.append(request)
-        waiter = batch.waiting[request.request_id] = _Waiter()
-        try:
-            if len(batch.requests) == 1:
-                await self._send(number, batch)
-                waiter.must_collect = True
-            while waiter.outcome is None:
-                if waiter.must_collect:
-                    await self._collect(number, batch)
-                else:
-                    await waiter.woken.wait()
-                    waiter.woken = anyio.Event()
-        finally:
-            self._leave(number, batch, request.request_id, waiter)
-        if isinstance(waiter.outcome, Exception):
-            raise waiter.outcome
-        return waiter.outcome
+    async def sleep(self, level: int = 1) -> None:
+        """Have the replicas give memory of their devices back; nothing may be in flight. Does nothing on CPUs."""
+        await self._on_all("sleep", level)
 
-    async def _send(self, number: int, batch: _Batch) -> None:
-        """Send everything that is asked for in this turn of the loop, so that the engine admits it together."""
-        # shield: whoever sends for others must not take them along when it is cancelled
-        with anyio.CancelScope(shield=True):
-            await anyio.lowlevel.checkpoint()  # whoever is ready now adds to the batch meanwhile
-            self._outbox[number] = self._new_batch()
-            submit = self._replicas[number].submit.options(timeout_s=self._config.request_timeout_s)
+    async def wake_up(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        """Have the replicas take memory again."""
+        await self._on_all("wake_up", list(tags))
+
+    async def check_health(self) -> dict[str, ReplicaHealth]:
+        """Ask every replica that is up how it is doing; one that does not answer is replaced and left out."""
+        found: dict[str, ReplicaHealth] = {}
+
+        async def ask(link: ReplicaLink) -> None:
             try:
-                await submit.remote(batch.batch_id, batch.requests)
-            except Exception as error:  # noqa: BLE001 - raised again by everyone who waits
-                _deliver(batch, dict.fromkeys(list(batch.waiting), error))
+                found[link.name] = await link.health()
+            except ActorError as error:
+                link.fail(error)
 
-    async def _collect(self, number: int, batch: _Batch) -> None:
-        """Fetch what has ended and hand it to those who wait for it."""
-        collect = self._replicas[number].collect.options(timeout_s=self._config.request_timeout_s)
+        async with anyio.create_task_group() as tasks:
+            for link in self._links:
+                if link.state in (LinkState.UP, LinkState.TORN):
+                    tasks.start_soon(ask, link)
+        return found
+
+    def statistics(self) -> dict[str, Any]:
+        """Return requests in flight and state of each replica, and counts of the whole."""
+        return {
+            "replicas": {
+                link.name: {"load": link.load, "state": link.state.value, "num_replaced": link.num_replaced}
+                for link in self._links
+            },
+            "num_waiting": self._turnstile.num_waiting,
+            "num_requests": self._num_requests,
+            "num_resent": self._num_resent,
+        }
+
+    # --- one response
+
+    def _take_up(self, state: RolloutState, resume: bool) -> GenerateResult:
+        """Return what an aborted state goes on from; nothing, and an emptied state, where it starts over."""
+        if state.status is Status.ABORTED and resume and state.response_ids:
+            return GenerateResult(
+                token_ids=list(state.response_ids),
+                logprobs=list(state.logprobs or []),
+                policy_versions=list(state.response_model_steps or []),
+            )
+        state.status = Status.INIT
+        _empty(state)
+        return GenerateResult()
+
+    def _ended_before(self, state: RolloutState, earlier: GenerateResult) -> str | None:
+        if not earlier.token_ids:
+            return None
+        if earlier.token_ids[-1] in self._eos_token_ids.union(state.sample_params.stop_token_ids):
+            return "stop"
+        return "length" if len(earlier.token_ids) >= state.sample_params.max_tokens else None
+
+    async def _respond(
+        self, state: RolloutState, earlier: GenerateResult, on_tokens: OnTokens | None
+    ) -> GenerateResult:
+        """Return what comes after `earlier`, whatever happens to replicas meanwhile."""
+        result = GenerateResult()
+        num_lost = num_unusable = 0
+        while True:
+            outcome = await self._ask(state, [*earlier.token_ids, *result.token_ids], on_tokens)
+            if isinstance(outcome, Lost):
+                num_lost += 1
+                result.extend(outcome.known)
+                if num_lost > self._config.max_resends:
+                    raise RolloutError(f"its replica died {num_lost} times under it, the last time so: {outcome.error}")
+                self._num_resent += 1
+                if len(earlier.token_ids) + len(result.token_ids) >= state.sample_params.max_tokens:
+                    result.finish_reason = "length"
+                    return result
+                continue
+            result.extend(outcome)
+            if (problem := _problem_of(result)) is None:
+                return result
+            num_unusable += 1
+            if num_unusable > self._config.max_retries:
+                raise RolloutError(f"the response cannot be used after {num_unusable} attempts: {problem}")
+            logger.warning("sample %s: %s; it is asked for again", state.rollout_id, problem)
+            result = GenerateResult()
+
+    async def _ask(self, state: RolloutState, known: list[int], on_tokens: OnTokens | None) -> GenerateResult | Lost:
+        link = await self._turnstile.enter(state.session_id)
+        if link is None:
+            return GenerateResult(finish_reason="abort")
         try:
-            _deliver(batch, await collect.remote(batch.batch_id))
-        except Exception as error:  # noqa: BLE001 - raised again by everyone who waits
-            _deliver(batch, dict.fromkeys(list(batch.waiting), error))
+            pending = link.send(self._request(state, known, stream=on_tokens is not None), on_tokens)
+            try:
+                await pending.ended.wait()
+            finally:
+                link.give_up(pending)
+        finally:
+            self._turnstile.leave(link)
+        if isinstance(pending.outcome, RolloutError):
+            raise RolloutError(f"{link.name}: {pending.outcome}")
+        assert pending.outcome is not None, "it has ended"
+        return pending.outcome
 
-    def _leave(self, number: int, batch: _Batch, request_id: str, waiter: _Waiter) -> None:
-        """Take a waiter out of its batch: pass on the collecting, and free its place in the engine if it gave up."""
-        if batch.waiting.pop(request_id, None) is not None:
-            self._replicas[number].abort.remote([request_id])
-        if waiter.must_collect and batch.waiting:
-            heir = next(iter(batch.waiting.values()))
-            heir.must_collect = True
-            heir.woken.set()
-
-    def _new_batch(self) -> _Batch:
-        self._num_batches += 1
-        return _Batch(f"batch-{self._num_batches}")
-
-    def _request(self, state: RolloutState) -> GenerateRequest:
-        assert state.prompt_ids is not None, "a state has prompt_ids before it is generated"
+    def _request(self, state: RolloutState, known: list[int], *, stream: bool) -> GenerateRequest:
+        prompt_ids = state.tokens or state.prompt_ids
+        assert prompt_ids is not None, "a state has prompt_ids before it is generated"
         self._num_requests += 1
         params = state.sample_params
+        seed = params.sampling_seed
         return GenerateRequest(
             request_id=f"{state.rollout_id}-{self._num_requests}",
-            prompt_ids=state.tokens or state.prompt_ids,
-            sample_params=params,
-            seed=response_seed(self._seed, state) if params.sampling_seed is None else params.sampling_seed,
+            prompt_ids=[*prompt_ids, *known],
+            sample_params=_less_tokens(params, len(known)),
+            seed=response_seed(self._seed, state, len(prompt_ids)) if seed is None else seed,
+            num_sampled=len(known),
+            stream=stream,
         )
 
-    def _fill(self, state: RolloutState, result: GenerateResult) -> RolloutState:
+    def _fill(self, state: RolloutState, result: GenerateResult, finish_reason: str | None) -> RolloutState:
+        params = state.sample_params
         state.response_ids = result.token_ids
-        state.response = self._decode(result.token_ids, state.sample_params.skip_special_tokens)
+        state.response = self._decode(result.token_ids, params.skip_special_tokens)
+        if params.stops and not params.include_stop_str_in_output:
+            state.response = _before_stop(state.response, params.stops)
         state.logprobs = result.logprobs
         state.response_mask = [1] * len(result.token_ids)
         state.response_model_steps = result.policy_versions
-        state.finish_reason = result.finish_reason
-        state.status = update_status_from_finish_reason(result.finish_reason)
+        state.finish_reason = finish_reason
+        state.error_msg = None
+        state.status = update_status_from_finish_reason(finish_reason)
         return state
 
+    def _serve(self) -> None:
+        self._turnstile.serve()
 
-def _deliver(batch: _Batch, outcomes: Mapping[str, GenerateResult | Exception]) -> None:
-    for request_id, outcome in outcomes.items():
-        waiter = batch.waiting.pop(request_id, None)  # None: it gave up meanwhile
-        if waiter is not None:
-            waiter.outcome = outcome
-            waiter.woken.set()
+    async def _on_all(self, method: str, *arguments: Any) -> None:
+        """Call a method of every replica that is up; one that fails is replaced."""
+
+        async def call(link: ReplicaLink) -> None:
+            try:
+                named = link.replica.method_named(method).options(timeout_s=self._config.health_timeout_s)
+                await named.remote(*arguments)
+            except ActorError as error:
+                link.fail(error)
+
+        async with anyio.create_task_group() as tasks:
+            for link in self._links:
+                if link.state is LinkState.UP:
+                    tasks.start_soon(call, link)
 
 
-def response_seed(run_seed: int, state: RolloutState) -> int:
-    """Seed of one response: a function of the run's seed, the task and the attempt, 63 bits."""
-    text = f"{run_seed}/{state.task_name}/{state.rollout_id}"
+def response_seed(run_seed: int, state: RolloutState, num_prompt_tokens: int) -> int:
+    """Seed of one response: a function of the run's seed, the task, the attempt and its turn, 63 bits.
+
+    Turns of one attempt differ in the tokens before them, and must not draw the same numbers again.
+    """
+    text = f"{run_seed}/{state.task_name}/{state.rollout_id}/{num_prompt_tokens}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _less_tokens(params: SampleParams, num_known: int) -> SampleParams:
+    return params.model_copy(update={"max_tokens": params.max_tokens - num_known}) if num_known else params
+
+
+def _problem_of(result: GenerateResult) -> str | None:
+    num_tokens = len(result.token_ids)
+    if result.finish_reason is None:
+        return "it has no finish reason"
+    if num_tokens == 0 and result.finish_reason != "abort":
+        return f"it has no tokens, and ended with {result.finish_reason!r}"
+    if len(result.logprobs) != num_tokens:
+        return f"it has {len(result.logprobs)} log-probs for {num_tokens} tokens"
+    return None
+
+
+def _before_stop(text: str, stops: list[str]) -> str:
+    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def _empty(state: RolloutState) -> None:
+    state.response = state.response_ids = state.logprobs = state.response_mask = state.response_model_steps = None
+    state.finish_reason = state.routed_experts = state.reward = state.error_msg = None
+
+
+def _failed(state: RolloutState, error_msg: str) -> RolloutState:
+    _empty(state)
+    state.status = Status.FAILED
+    state.error_msg = error_msg
+    return state

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+_BLOCK = 128
+"""Tokens of the vocabulary whose probabilities are summed first."""
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -38,13 +41,50 @@ def sample_tokens(logits: Tensor, random: Tensor, temperature: Tensor) -> tuple[
     """
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
-    logprobs = scaled - scaled.logsumexp(dim=1, keepdim=True)
-    # the inverse of the distribution function: in float64, so that rounding cannot reach a token of probability 0
-    cumulative = logprobs.double().exp().cumsum(dim=1)
-    threshold = (random * cumulative[:, -1]).unsqueeze(1)
-    tokens = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
-    tokens = torch.where(greedy, logits.argmax(dim=1), tokens)
+    logprobs = scaled.log_softmax(dim=1)
+    tokens = _invert_distribution(logprobs.exp(), random)
+    if greedy.any():
+        tokens = torch.where(greedy, logits.argmax(dim=1), tokens)
     return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+
+def _invert_distribution(probabilities: Tensor, random: Tensor) -> Tensor:
+    """The token whose share of [0, 1) holds the random number: first its block of the vocabulary, then the token.
+
+    Sums are float64, so that rounding cannot reach a token of probability 0.
+    """
+    num_rows, num_tokens = probabilities.shape
+    blocks = functional.pad(probabilities, (0, -num_tokens % _BLOCK)).view(num_rows, -1, _BLOCK)
+    ends = blocks.sum(dim=2).double().cumsum(dim=1)
+    wanted = (random * ends[:, -1]).minimum(ends[:, -1] * (1 - 1e-12)).unsqueeze(1)
+    block = torch.searchsorted(ends, wanted, right=True)
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inside = blocks[torch.arange(num_rows), block.squeeze(1)].double().cumsum(dim=1)
+    # the sum of the block and the sums inside it round differently: never go beyond the last token with a share
+    within = (wanted - before).clamp_(min=0.0).minimum(inside[:, -1:] * (1 - 1e-12))
+    return (block * _BLOCK + torch.searchsorted(inside, within, right=True)).squeeze(1).clamp_(max=num_tokens - 1)
+
+
+def penalise(
+    logits: Tensor, seen: Tensor, response: Tensor, *, repetition: float, presence: float, frequency: float
+) -> None:
+    """Lower the logits (1, V) of tokens that occurred, in place.
+
+    Args:
+        logits: Of the next token.
+        seen: Tokens of prompt and response.
+        response: Tokens of the response.
+        repetition: Divides positive logits of seen tokens and multiplies negative ones (Keskar et al. 2019, CTRL).
+        presence: Subtracted once for a token of the response.
+        frequency: Subtracted for each occurrence in the response.
+    """
+    if repetition != 1.0:
+        tokens = seen.unique()
+        values = logits[0, tokens]
+        logits[0, tokens] = torch.where(values > 0, values / repetition, values * repetition)
+    if len(response) and (presence or frequency):
+        tokens, counts = response.unique(return_counts=True)
+        logits[0, tokens] -= presence + frequency * counts
 
 
 def keep_top_k(logits: Tensor, top_k: int) -> Tensor:

@@ -1,69 +1,75 @@
-"""The embedded engine: transformers' model with a KV cache, in float32 exact against the trainer. For CPU and CI.
+"""The embedded engine: transformers' model under continuous batching, in float32 exact against the trainer.
 
-Requests are generated in waves: all that wait, up to `max_batch_size`, are prefilled together (each distinct prompt
-once, however many attempts it gets) and decoded until every one has ended; rows that end are taken out on the way.
+For the CPU and CI; needs torch and transformers only.
 
-Waits for    the compute thread, a wave at a time
-Is woken by  its end; it ends by itself, since every response has a longest length
-
-B rows of the wave, L positions so far (padding included), V vocabulary.
+Waits for    the compute thread, some steps at a time
+Is woken by  the end of these steps: soon after a request comes, is dropped, or weights arrive
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
-from xrl_lite.algorithms.digest import weights_digest
-from xrl_lite.errors import RolloutError, WeightSyncError
+from xrl_lite.actors.machine import usable_memory_bytes
+from xrl_lite.errors import ConfigError, RolloutError
 from xrl_lite.log import get_logger
 from xrl_lite.rollout.config import RolloutConfig
-from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica
-from xrl_lite.rollout.sampling import keep_top_k, keep_top_p, sample_tokens, uniform
+from xrl_lite.rollout.continuous_batch import ContinuousBatch, Sequence, StepResult
+from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica, copy_tensors
+
+if TYPE_CHECKING:
+    from xrl_lite.algorithms.weights import WeightBucket
 
 logger = get_logger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-COMPACT_BELOW = 0.75
-"""Rows that have ended are taken out of the batch once fewer than this share is left."""
-
-
-@dataclass
-class _Sequence:
-    """One response while it is generated."""
-
-    request: GenerateRequest
-    max_tokens: int
-    token_ids: list[int] = field(default_factory=list[int])
-    logprobs: list[float] = field(default_factory=list[float])
-    finish_reason: str | None = None
-    aborted: bool = False
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+"""How far log-probs of the engine may be from those of the model's own forward pass, in nats."""
+STEPS_FOR_S = 0.05
+"""The compute thread looks up after so long."""
 
 
 class TorchReplica(RolloutReplica):
-    """Generates with transformers on the CPU."""
+    """Generates with transformers on the CPU.
+
+    Options (`RolloutConfig.engine_options`):
+        kv_cache_bytes: Limit of keys and values; a quarter of the memory by default. Beyond it requests wait, and
+            running ones are computed anew later.
+    """
 
     def __init__(self, *, config: RolloutConfig, model_path: str, replica: int) -> None:
         super().__init__(config=config, model_path=model_path, replica=replica)
+        options = config.options_of("torch", kv_cache_bytes=usable_memory_bytes() // 4)
+        transformers_logging.disable_progress_bar()  # it would fill the replica's log
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             model_path, dtype=DTYPES[config.dtype], attn_implementation="sdpa"
         ).eval()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        self._own = dict(self._model.named_parameters())
         self._stop_ids = _end_of_sequence_ids(self._model, self._tokenizer)
         self._max_model_len = config.max_model_len or self._model.config.max_position_embeddings
-        self._waiting: deque[_Sequence] = deque()
-        self._running: dict[str, _Sequence] = {}
+        self._batch = ContinuousBatch(
+            self._model,
+            decode=self._tokenizer.decode,
+            max_batch_size=config.max_batch_size,
+            kv_cache_bytes=options["kv_cache_bytes"],
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._arriving: list[Sequence] = []
+        self._look_up = False
+        self._open = anyio.Event()
+        self._open.set()
         self._compute = anyio.Lock()
         self._runner: asyncio.Task[None] | None = None
+        self._check_agreement()
 
     def admit(self, requests: list[GenerateRequest]) -> None:
         for request in requests:
@@ -72,175 +78,174 @@ class TorchReplica(RolloutReplica):
             except RolloutError as error:
                 self.deliver(request.request_id, error)
                 continue
-            self._running[request.request_id] = sequence
-            self._waiting.append(sequence)
-        if self._waiting and (self._runner is None or self._runner.done()):
-            self._runner = asyncio.create_task(self._run_waves(), name="waves")
+            self._sequences[request.request_id] = sequence
+            self._arriving.append(sequence)
+        self._look_up = True
+        if self._arriving and (self._runner is None or self._runner.done()):
+            self._runner = asyncio.create_task(self._run(), name="generate")
 
     def drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            self._running[request_id].aborted = True
+            self._sequences[request_id].aborted = True
+        if not self._open.is_set():  # nobody computes: they end here
+            self._end([self._sequences[request_id] for request_id in request_ids])
+        self._look_up = True
 
-    async def update_weights(self, version: int, weights: dict[str, Tensor]) -> str:
+    def partial(self, request_id: str) -> GenerateResult:
+        sequence = self._sequences[request_id]
+        # the compute thread may be appending: versions come last, so as many of all three are there
+        number = len(sequence.policy_versions)
+        return GenerateResult(
+            token_ids=sequence.token_ids[:number],
+            logprobs=sequence.logprobs[:number],
+            policy_versions=sequence.policy_versions[:number],
+        )
+
+    async def pause(self) -> None:
+        if self._open.is_set():
+            self._open = anyio.Event()
+        self._look_up = True
+        async with self._compute:  # the steps that run have ended
+            pass
+
+    async def resume(self) -> None:
+        self._open.set()
+
+    async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
         async with self._compute:
-            own = dict(self._model.named_parameters())
-            _check_fit(own, weights, self.replica)
-            with torch.no_grad():
-                for name, tensor in weights.items():
-                    own[name].copy_(tensor)
-            self.policy_version = version
-            return weights_digest(own)
+            return await anyio.to_thread.run_sync(lambda: copy_tensors(bucket, self._own, sampled=sampled))
 
-    def _make_sequence(self, request: GenerateRequest) -> _Sequence:
+    async def drop_caches(self) -> None:
+        async with self._compute:
+            self._batch.start_over()
+
+    def expected_tensors(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(parameter.shape) for name, parameter in self._own.items()}
+
+    def _make_sequence(self, request: GenerateRequest) -> Sequence:
         params = request.sample_params
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        if penalties != (1.0, 0.0, 0.0):
-            raise RolloutError("The torch engine has no repetition, presence or frequency penalty. Leave them unset.")
         room = self._max_model_len - len(request.prompt_ids)
         if room <= 0 or not request.prompt_ids:
             raise RolloutError(
                 f"A prompt must have 1 to {self._max_model_len - 1} tokens for this model, "
                 f"got {len(request.prompt_ids)}. Set max_prompt_tokens of the sampler."
             )
-        return _Sequence(request=request, max_tokens=min(params.max_tokens, room))
+        vocabulary = self._model.config.vocab_size
+        wrong = next((token for token in request.prompt_ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise RolloutError(f"The prompt holds token {wrong}, the model's vocabulary has {vocabulary} tokens.")
+        return Sequence(
+            request=request,
+            max_tokens=min(params.max_tokens, room),
+            stop_ids=self._stop_ids.union(params.stop_token_ids),
+        )
 
-    async def _run_waves(self) -> None:
+    async def _run(self) -> None:
+        """Compute as long as there is work."""
         loop = asyncio.get_running_loop()
 
-        def finish(ended: list[_Sequence]) -> None:
-            loop.call_soon_threadsafe(self._finish, ended)
+        def report(result: StepResult) -> None:
+            loop.call_soon_threadsafe(self._take, result)
 
-        while self._waiting:
+        while True:
+            await self._open.wait()
             async with self._compute:
-                size = min(len(self._waiting), self.config.max_batch_size)
-                wave = [self._waiting.popleft() for _ in range(size)]
+                for sequence in self._arriving:
+                    self._batch.add(sequence)
+                self._arriving.clear()
+                if not self._open.is_set():
+                    continue
+                if not self._batch.has_work:
+                    return
+                self._batch.policy_version = self.policy_version
+                self._look_up = False
                 try:
-                    await anyio.to_thread.run_sync(self._generate, wave, finish)
-                except Exception as error:  # noqa: BLE001 - reported to everyone who waits for this wave
-                    self._fail(wave, error)
+                    await anyio.to_thread.run_sync(self._steps, report)
+                except Exception as error:  # noqa: BLE001 - reported to everyone who waits for a response
+                    self._fail(error)
 
-    def _finish(self, ended: list[_Sequence]) -> None:
-        for sequence in ended:
-            del self._running[sequence.request.request_id]
-            result = GenerateResult(
-                token_ids=sequence.token_ids,
-                logprobs=sequence.logprobs,
-                finish_reason=sequence.finish_reason or "abort",
-                policy_versions=[self.policy_version] * len(sequence.token_ids),
+    def _steps(self, report: Any) -> None:
+        until = time.monotonic() + STEPS_FOR_S
+        while self._batch.has_work:
+            report(self._batch.step())
+            if self._look_up or time.monotonic() > until:
+                return
+
+    def _take(self, result: StepResult) -> None:
+        self._end(result.ended)
+        if result.advanced:
+            self.advanced([sequence.request.request_id for sequence in result.advanced])
+
+    def _end(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            if self._sequences.pop(sequence.request.request_id, None) is not None:
+                result = GenerateResult(
+                    token_ids=sequence.token_ids,
+                    logprobs=sequence.logprobs,
+                    policy_versions=sequence.policy_versions,
+                    finish_reason=sequence.finish_reason or "abort",
+                )
+                self.deliver(sequence.request.request_id, result)
+
+    def _fail(self, error: Exception) -> None:
+        logger.error("generation of %d requests failed", len(self._sequences), exc_info=error)
+        self._batch.start_over()
+        self._batch.waiting.clear()
+        for request_id in list(self._sequences):
+            del self._sequences[request_id]
+            self.deliver(request_id, RolloutError(f"{type(error).__name__}: {error}"))
+
+    def _check_agreement(self) -> None:
+        """Generate a little, and compare with the model's own forward pass and with generating it alone."""
+        together = self._try_out([[1] * 3, [2, 1], [1, 2]])
+        alone = self._try_out([[2, 1]])
+        gap = max(self._gap_to_model(sequence) for sequence in together)
+        if not gap <= TOLERANCE[self.config.dtype]:
+            raise ConfigError(
+                f"The torch engine does not know the architecture of {self.model_path} "
+                f"({self._model.config.model_type}): its log-probs are {gap:.3g} nats off the model's own. "
+                f"Use rollout.engine=vllm for this model."
             )
-            self.deliver(sequence.request.request_id, result)
+        if self.config.dtype == "float32" and together[1].logprobs != alone[0].logprobs:
+            logger.warning(
+                "matrix products on this machine round a row differently in batches of different sizes: samples "
+                "depend on what else is generated in the last bits of their log-probs"
+            )
 
-    def _fail(self, wave: list[_Sequence], error: Exception) -> None:
-        logger.error("a wave of %d requests failed", len(wave), exc_info=error)
-        for sequence in wave:
-            if self._running.pop(sequence.request.request_id, None) is not None:
-                self.deliver(sequence.request.request_id, RolloutError(f"{type(error).__name__}: {error}"))
+    def _try_out(self, prompts: list[list[int]]) -> list[Sequence]:
+        from xrl_lite.data import SampleParams
+
+        sequences = [
+            Sequence(
+                request=GenerateRequest(
+                    request_id="", prompt_ids=prompt, sample_params=SampleParams(temperature=1.0), seed=len(prompt)
+                ),
+                max_tokens=3,
+                stop_ids=frozenset(),
+            )
+            for prompt in prompts
+        ]
+        for sequence in sequences:
+            self._batch.add(sequence)
+        while self._batch.has_work:
+            self._batch.step()
+        return sequences
 
     @torch.inference_mode()
-    def _generate(self, wave: list[_Sequence], finish: Callable[[list[_Sequence]], None]) -> None:
-        rows = wave
-        cache, mask, positions, logits = self._prefill(rows)
-        step = 0
-        while True:
-            tokens = self._sample(rows, logits, step)
-            step += 1
-            ended = [sequence for sequence in rows if sequence.finish_reason is None and self._has_ended(sequence)]
-            if ended:
-                finish(ended)
-            alive = [i for i, sequence in enumerate(rows) if sequence.finish_reason is None]
-            if not alive:
-                return
-            if len(alive) < COMPACT_BELOW * len(rows):
-                keep = torch.tensor(alive)
-                cache.batch_select_indices(keep)
-                rows, tokens, mask, positions = [rows[i] for i in alive], tokens[keep], mask[keep], positions[keep]
-            mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            positions = positions + 1
-            logits = self._forward(tokens.unsqueeze(1), mask[:, None, None, :], positions.unsqueeze(1), cache)
-
-    def _prefill(self, rows: list[_Sequence]) -> tuple[DynamicCache, Tensor, Tensor, Tensor]:
-        """Return the cache, which positions are real (B, L) bool, the last position (B,) and next logits (B, V)."""
-        prompts = list(dict.fromkeys(tuple(sequence.request.prompt_ids) for sequence in rows))
-        length = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), length, dtype=torch.int64)
-        real = torch.zeros(len(prompts), length, dtype=torch.bool)
-        for number, prompt in enumerate(prompts):
-            ids[number, length - len(prompt) :] = torch.tensor(prompt)
-            real[number, length - len(prompt) :] = True
-        positions = (real.cumsum(dim=1) - 1).clamp(min=0)
-        # padding attends to itself alone: a row without any visible position would be NaN
-        visible = (real.unsqueeze(1) & torch.ones(length, length, dtype=torch.bool).tril()) | torch.eye(
-            length, dtype=torch.bool
-        )
-        cache = DynamicCache()
-        logits = self._forward(ids, visible.unsqueeze(1), positions, cache)
-        number_of = {prompt: number for number, prompt in enumerate(prompts)}
-        spread = torch.tensor([number_of[tuple(sequence.request.prompt_ids)] for sequence in rows])
-        cache.batch_select_indices(spread)
-        return cache, real[spread], positions[spread, -1], logits[spread]
-
-    def _forward(self, ids: Tensor, visible: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
-        output = self._model(
-            input_ids=ids,
-            attention_mask=visible,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return output.logits[:, -1].float()
-
-    def _sample(self, rows: list[_Sequence], logits: Tensor, step: int) -> Tensor:
-        """Sample a token per row, note it in each row that has not ended, and return the tokens (B,)."""
-        for number, sequence in enumerate(rows):
-            params = sequence.request.sample_params
-            if step < params.min_tokens:
-                logits[number, list(self._stop_ids)] = -torch.inf
-            if params.top_k > 0:
-                logits[number] = keep_top_k(logits[number : number + 1], params.top_k)
-            if params.top_p < 1.0:
-                logits[number] = keep_top_p(logits[number : number + 1], params.top_p, params.temperature)
-        seeds = torch.tensor([sequence.request.seed for sequence in rows])
-        temperature = torch.tensor([sequence.request.sample_params.temperature for sequence in rows])
-        tokens, logprobs = sample_tokens(logits, uniform(seeds, torch.full_like(seeds, step)), temperature)
-        for sequence, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            if sequence.finish_reason is None:
-                sequence.token_ids.append(token)
-                sequence.logprobs.append(logprob)
-        return tokens
-
-    def _has_ended(self, sequence: _Sequence) -> bool:
-        params = sequence.request.sample_params
-        stop_ids = self._stop_ids.union(params.stop_token_ids)
-        if sequence.aborted:
-            sequence.finish_reason = "abort"
-        elif sequence.token_ids[-1] in stop_ids or self._has_stop_text(sequence):
-            sequence.finish_reason = "stop"
-        elif len(sequence.token_ids) >= sequence.max_tokens:
-            sequence.finish_reason = "length"
-        return sequence.finish_reason is not None
-
-    def _has_stop_text(self, sequence: _Sequence) -> bool:
-        stops = sequence.request.sample_params.stops
-        return bool(stops) and any(stop in self._tokenizer.decode(sequence.token_ids) for stop in stops)
+    def _gap_to_model(self, sequence: Sequence) -> float:
+        config, prompt = self._model.config, list(sequence.prefix)
+        ours, config._attn_implementation = config._attn_implementation, "sdpa"
+        try:
+            logits = self._model(torch.tensor([prompt + sequence.token_ids]), use_cache=False).logits[0].float()
+        finally:
+            config._attn_implementation = ours
+        theirs = logits[len(prompt) - 1 : -1].log_softmax(dim=1)
+        wanted = theirs.gather(1, torch.tensor(sequence.token_ids).unsqueeze(1)).squeeze(1)
+        return (wanted - torch.tensor(sequence.logprobs)).abs().max().item()
 
 
-def _end_of_sequence_ids(model: Any, tokenizer: Any) -> set[int]:
+def _end_of_sequence_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     ids = {tokenizer.eos_token_id}
     configured = model.generation_config.eos_token_id
     ids.update(configured if isinstance(configured, list) else [configured])
-    return {token for token in ids if token is not None}
-
-
-def _check_fit(own: dict[str, Tensor], weights: dict[str, Tensor], replica: int) -> None:
-    for name in sorted(own.keys() ^ weights.keys()):
-        raise WeightSyncError(
-            f"rollout/{replica}: weight {name!r} {'was not sent' if name in own else 'is not in the model'}. "
-            f"Trainer and rollout engine must load the same model."
-        )
-    for name, tensor in weights.items():
-        if tensor.shape != own[name].shape:
-            raise WeightSyncError(
-                f"rollout/{replica}: weight {name!r} has shape {tuple(tensor.shape)}, "
-                f"the model's has {tuple(own[name].shape)}."
-            )
+    return frozenset(token for token in ids if token is not None)

@@ -1,0 +1,333 @@
+"""One suite for every rollout engine, each behind the controller it is used through, in processes of their own.
+
+`vllm` runs where vLLM is installed (marker vllm). `openai` is asked over real HTTP; the server is the embedded engine
+behind the protocol, in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import pytest_asyncio
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.build import build_random_model, make_state
+from tests.contracts.completions_server import CompletionsServer
+from xrl_lite.actors import ActorSystem
+from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.errors import WeightSyncError
+from xrl_lite.registry import load_plugins
+from xrl_lite.rollout import RolloutConfig
+from xrl_lite.rollout.controller import RolloutController
+from xrl_lite.rollout.replica import RolloutReplicaRegistry
+from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
+
+LOOP = "module"
+pytestmark = [pytest.mark.asyncio(loop_scope=LOOP), pytest.mark.process, pytest.mark.timeout(300)]
+
+ROOT = Path(__file__).resolve().parents[2]
+WITH_WEIGHTS = ["torch", "bigram", pytest.param("vllm", marks=pytest.mark.vllm)]
+ENGINES = ["fake", "openai", *WITH_WEIGHTS]
+LONG = 90
+
+
+class Engine:
+    """An engine that runs, and what is known of it."""
+
+    def __init__(self, name: str, controller: RolloutController, weights: dict[str, torch.Tensor], model: Any) -> None:
+        self.name = name
+        self.controller = controller
+        self.weights = weights
+        self.model = model
+        self.long = 4000 if name == "bigram" else LONG
+        """Tokens that take long enough to be interrupted."""
+        self.source = LocalWeights(lambda: self.weights)
+        self.sync = WeightSync(
+            source=self.source,
+            targets=controller.adapters,
+            gate=controller,
+            transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=60.0),
+        )
+
+    async def run(self, *states: RolloutState) -> list[RolloutState]:
+        async with anyio.create_task_group() as tasks:
+            for state in states:
+                tasks.start_soon(self.controller.generate, state)
+        return list(states)
+
+    @asynccontextmanager
+    async def under_way(self, *states: RolloutState) -> AsyncIterator[None]:
+        """Generate in the background, having got at least one token of each; returns when all have ended."""
+        started = {id(state): anyio.Event() for state in states}
+        async with anyio.create_task_group() as tasks:
+            for state in states:
+                event = started[id(state)]
+                tasks.start_soon(lambda s=state, e=event: self.controller.generate(s, on_tokens=lambda _: e.set()))
+            for event in started.values():
+                await event.wait()
+            yield
+
+    def logprobs_of_model(self, state: RolloutState) -> torch.Tensor:
+        prompt, response = state.prompt_ids or [], state.response_ids or []
+        if self.name == "bigram":
+            tokens = [prompt[-1], *response]
+            table = self.weights["bigrams.weight"].log_softmax(1)
+            return torch.stack([table[a, b] for a, b in itertools.pairwise(tokens)])
+        self.model.load_state_dict(self.weights, strict=False)
+        self.model.tie_weights()
+        with torch.no_grad():
+            logits = self.model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(1).gather(1, torch.tensor(response).unsqueeze(1)).squeeze(1)
+
+
+def settings_of(name: str, server: CompletionsServer) -> dict[str, Any]:
+    match name:
+        case "fake":
+            long = [list(range(1, LONG + 1)), list(range(LONG, 0, -1))]
+            return {"engine_options": {"responses": long, "hang_prompts": [9], "hang_tokens": 5}}
+        case "openai":
+            return {"engine_options": {"base_urls": [server.url], "model": "m"}}
+        case "bigram":
+            return {"engine_options": {"end_token": -1}}  # it never ends by itself
+        case "vllm":
+            return {
+                "max_model_len": 128,
+                "start_timeout_s": 290.0,
+                "engine_options": {"kv_cache_memory_bytes": 64 << 20},
+            }
+        case _:
+            return {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def external_module(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a user sets so that an engine of his own is known in every process."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XRL_LITE_USE_EXTERNAL_MODULES", "bigram_engine")
+    patch.syspath_prepend(str(ROOT / "examples"))
+    load_plugins()
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def no_process_left() -> None:
+    """Here engines live as long as the module."""
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with tied embeddings, and heads that vLLM's CPU kernels know."""
+    return build_random_model(tmp_path_factory.mktemp("model"), hidden_size=64, tie_word_embeddings=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope=LOOP, params=ENGINES)
+async def engine(request: pytest.FixtureRequest, model_folder: Path, external_module: None) -> AsyncIterator[Engine]:
+    name: str = request.param
+    if name == "vllm" and find_spec("vllm") is None:
+        pytest.skip("vLLM is not installed")
+    RolloutReplicaRegistry.check(name)
+    ready: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
+    done = anyio.Event()
+    host = asyncio.create_task(run_engine(name, model_folder, ready, done))
+    await asyncio.wait([host, ready], return_when=asyncio.FIRST_COMPLETED)
+    if host.done():
+        host.result()
+    yield await ready
+    done.set()
+    await host
+
+
+async def run_engine(name: str, model: Path, ready: asyncio.Future[Engine], done: anyio.Event) -> None:
+    """Host an engine in one task from its beginning to its end, as task groups want it."""
+    reference = AutoModelForCausalLM.from_pretrained(model)
+    weights = {key: tensor.detach().clone() for key, tensor in reference.named_parameters()}
+    if name == "bigram":
+        weights = {"bigrams.weight": torch.zeros(16, 16)}
+    async with CompletionsServer(model) as server, ActorSystem(num_cpus=4) as system:
+        defaults = {"engine": name, "num_threads": 2, "health_interval_s": 0.2, "partial_rollout": True}
+        config = RolloutConfig(**defaults, **settings_of(name, server))
+        controller = RolloutController(
+            system, config=config, model_path=str(model), decode=lambda ids, _: " ".join(map(str, ids)), seed=0
+        )
+        async with controller:
+            await controller.ready()
+            running = Engine(name, controller, weights, reference)
+            ready.set_result(running)
+            await done.wait()
+            running.sync.close()
+
+
+def fresh(rollout_id: int, **params: Any) -> RolloutState:
+    return make_state(
+        rollout_id=rollout_id,
+        status=Status.INIT,
+        prompt_ids=[5, 6, 7],
+        response=None,
+        response_ids=None,
+        logprobs=None,
+        reward=None,
+        sample_params=SampleParams(**{"max_tokens": 12, **params}),
+    )
+
+
+def only(engine: Engine, *names: str) -> None:
+    if engine.name not in names:
+        pytest.skip(f"not for {engine.name}")
+
+
+async def test_token_ids_come_back_with_logprobs_and_versions(engine: Engine) -> None:
+    for state in await engine.run(*(fresh(number) for number in range(6))):
+        assert state.status is Status.COMPLETED, state.error_msg
+        assert state.response_ids
+        assert len(state.response_ids) == len(state.logprobs or []) == len(state.response_model_steps or []) <= 12
+        assert all(logprob <= 0 for logprob in state.logprobs or [])
+        assert state.finish_reason == ("length" if len(state.response_ids) == 12 else "stop")
+
+
+async def test_one_seed_gives_one_response_and_others_give_others(engine: Engine) -> None:
+    first = await engine.run(*(fresh(number) for number in range(4)))
+    again = await engine.run(*(fresh(number) for number in reversed(range(4))))
+    assert [state.response_ids for state in first] == [state.response_ids for state in reversed(again)]
+    assert len({tuple(state.response_ids or []) for state in first}) > 1
+
+
+async def test_a_stop_token_ends_a_response_and_stays_in_it(engine: Engine) -> None:
+    only(engine, "torch", "vllm", "openai", "bigram")
+    (whole,) = await engine.run(fresh(1))
+    assert whole.response_ids
+    stop = whole.response_ids[1]
+    (cut,) = await engine.run(fresh(1, stop_token_ids=[stop]))
+    assert cut.response_ids == whole.response_ids[: whole.response_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+
+
+async def test_logprobs_are_the_models(engine: Engine) -> None:
+    only(engine, "torch", "vllm", "bigram")
+    for state in await engine.run(*(fresh(number) for number in range(4))):
+        assert state.logprobs == pytest.approx(engine.logprobs_of_model(state).tolist(), abs=1e-4)
+
+
+async def test_a_prompt_that_cannot_be_served_is_refused_and_its_siblings_go_on(engine: Engine) -> None:
+    only(engine, "torch", "vllm", "openai")
+    bad, good = fresh(1), fresh(2)
+    bad.prompt_ids = [10**6]
+    await engine.run(bad, good)
+    assert bad.status is Status.FAILED
+    assert "1000000" in (bad.error_msg or "")
+    assert good.status is Status.COMPLETED
+
+
+async def test_an_aborted_response_goes_on_where_it_was(engine: Engine) -> None:
+    state = fresh(3, max_tokens=engine.long)
+    if engine.name == "fake":
+        state.prompt_ids = [9]  # hangs after some tokens
+    async with engine.under_way(state):
+        await engine.controller.abort_all()
+    assert state.status is Status.ABORTED
+    part = list(state.response_ids or [])
+    assert 0 < len(part) == len(state.logprobs or []) < engine.long
+    if engine.name == "fake":
+        state.prompt_ids = [5]
+    await engine.run(state)
+    assert state.status is Status.COMPLETED
+    assert (state.response_ids or [])[: len(part)] == part
+    assert len(part) < len(state.response_ids or []) <= engine.long
+
+
+async def test_aborting_before_the_first_token_leaves_an_empty_sample(engine: Engine) -> None:
+    await engine.controller.pause_generation()
+    state = fresh(4)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(engine.controller.generate, state)
+        while not await engine.controller.abort_all():  # noqa: ASYNC110 - until it waits
+            await anyio.sleep(0.01)
+    await engine.controller.continue_generation()
+    assert (state.status, state.response_ids) == (Status.ABORTED, [])
+    await engine.run(state)
+    assert state.status is Status.COMPLETED
+
+
+async def test_a_frozen_response_is_finished_afterwards(engine: Engine) -> None:
+    only(engine, "torch", "vllm", "bigram")
+    state = fresh(5, max_tokens=engine.long)
+    async with engine.under_way(state):
+        await engine.controller.pause_generation(freeze=True)
+        assert state.status is Status.INIT
+        await engine.controller.continue_generation()
+    assert state.status is Status.COMPLETED
+
+
+async def test_new_weights_are_used_and_every_token_knows_its_version(engine: Engine) -> None:
+    only(engine, "torch", "vllm", "bigram")
+    torch.manual_seed(0)
+    before = (await engine.run(fresh(6, temperature=0.0)))[0]
+    engine.weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in engine.weights.items()}
+    state = fresh(7, max_tokens=engine.long)
+    async with engine.under_way(state):
+        report = await engine.sync.sync(engine.sync.policy_version + 2)
+    assert report.size_bytes == sum(tensor.nbytes for tensor in engine.weights.values())
+    versions = state.response_model_steps or []
+    assert versions == sorted(versions)
+    assert versions[-1] == report.version
+    # whatever was computed with the old weights is gone: tokens behind the change have the new model's log-probs
+    change = versions.index(report.version)
+    wanted = engine.logprobs_of_model(state)[change:]
+    assert (state.logprobs or [])[change:] == pytest.approx(wanted.tolist(), abs=2e-4)
+    (after,) = await engine.run(fresh(6, temperature=0.0))
+    assert after.response_model_steps == [report.version] * len(after.response_ids or [])
+    assert after.logprobs != before.logprobs
+    assert after.logprobs == pytest.approx(engine.logprobs_of_model(after).tolist(), abs=1e-4)
+
+
+async def test_weights_that_do_not_fit_change_nothing(engine: Engine) -> None:
+    only(engine, "torch", "vllm", "bigram")
+    version = (await engine.controller.check_health())["rollout/0"].policy_version
+    right, name = engine.weights, next(iter(engine.weights))
+    for wrong, wanted in (
+        ({**right, name: torch.zeros(3)}, f"phase prepare: rollout/0: .*'{name}' has shape"),
+        ({**right, "nobody.knows": torch.zeros(3)}, "phase prepare: rollout/0: .*'nobody.knows' is not in the model"),
+    ):
+        engine.weights = wrong
+        with pytest.raises(WeightSyncError, match=wanted):
+            await engine.sync.sync(version + 1)
+    (state,) = await engine.run(fresh(8))
+    assert set(state.response_model_steps or []) == {version}
+    engine.weights = right
+    await engine.sync.sync(version + 1)
+    (state,) = await engine.run(fresh(8))
+    assert set(state.response_model_steps or []) == {version + 1}
+
+
+async def test_a_server_keeps_its_weights(engine: Engine) -> None:
+    only(engine, "openai")
+    with pytest.raises(WeightSyncError, match="keeps its own weights"):
+        await engine.sync.sync(1)
+
+
+async def test_a_replica_that_is_killed_is_replaced_with_the_present_weights_and_loses_no_request(
+    engine: Engine,
+) -> None:
+    """Last of all, since starting anew takes vLLM long."""
+    (link,) = engine.controller._links
+    states = [fresh(number, max_tokens=engine.long) for number in range(3)]
+    async with engine.under_way(*states[: 0 if engine.name == "fake" else 3]):
+        os.kill(link.replica.pid, signal.SIGKILL)
+    for state in await engine.run(*(state for state in states if state.status is not Status.COMPLETED)):
+        assert state.status is Status.COMPLETED, state.error_msg
+    assert link.num_replaced == 1
+    if engine.name in ("torch", "vllm", "bigram") and engine.sync.policy_version > 0:
+        assert (await link.health()).policy_version == engine.sync.policy_version
+        (state,) = await engine.run(fresh(9))
+        assert state.logprobs == pytest.approx(engine.logprobs_of_model(state).tolist(), abs=1e-4)

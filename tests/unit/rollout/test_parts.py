@@ -1,0 +1,146 @@
+"""Sampling, capacities, choice of transports, checks of settings: parts without processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.contracts.completions_server import CompletionsServer
+from xrl_lite.algorithms.weights import spec_of, tensor_checksum
+from xrl_lite.data import SampleParams
+from xrl_lite.errors import ConfigError, PluginError, RolloutError, UnknownNameError
+from xrl_lite.rollout import RolloutConfig
+from xrl_lite.rollout.config import truncation_warning
+from xrl_lite.rollout.kv_cache import capacity_for
+from xrl_lite.rollout.openai_engine import OpenAIReplica
+from xrl_lite.rollout.replica import GenerateRequest, RolloutReplicaRegistry
+from xrl_lite.rollout.sampling import penalise, sample_tokens
+from xrl_lite.weight_sync import choose_transport, make_transport
+from xrl_lite.weight_sync.senders import fill_buckets, places_of
+
+
+@given(st.integers(1, 100_000))
+def test_a_capacity_holds_what_it_is_for_and_wastes_at_most_half(num_positions: int) -> None:
+    capacity = capacity_for(num_positions)
+    assert capacity >= num_positions
+    assert capacity <= max(32, 1.5 * num_positions + 16)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 128, 300])
+def test_tokens_are_drawn_with_their_probabilities_and_never_with_none(vocab_size: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(vocab_size)
+    logits[::3] = -torch.inf
+    number = 20_000
+    random = (torch.arange(number, dtype=torch.float64) + 0.5) / number
+    tokens, logprobs = sample_tokens(logits.expand(number, -1), random, torch.ones(number))
+    shares = torch.bincount(tokens, minlength=vocab_size) / number
+    assert torch.allclose(shares, logits.softmax(0), atol=2e-4)
+    assert torch.equal(logprobs, logits.log_softmax(0)[tokens])
+
+
+def test_the_ends_of_the_interval_are_tokens_too() -> None:
+    logits = torch.full((2, 200), -torch.inf)
+    logits[:, 7] = 0.0
+    tokens, _ = sample_tokens(logits, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), torch.ones(2))
+    assert tokens.tolist() == [7, 7]
+
+
+def test_penalties_follow_their_formulas() -> None:
+    logits = torch.tensor([[2.0, -2.0, 1.0, 0.5]])
+    penalise(logits, torch.tensor([0, 1, 1]), torch.tensor([1, 1]), repetition=2.0, presence=0.5, frequency=0.25)
+    assert logits.tolist() == [[1.0, -4.0 - 0.5 - 2 * 0.25, 1.0, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("source", "targets", "wanted"),
+    [
+        ({"cpu"}, {"cpu"}, "shared_memory"),
+        ({"gpu-a"}, {"cpu"}, "shared_memory"),
+        ({"gpu-a"}, {"gpu-a"}, "cuda_ipc"),
+        ({"gpu-a"}, {"gpu-b"}, "process_group"),
+        ({"gpu-a", "gpu-b"}, {"gpu-b"}, "cuda_ipc"),
+    ],
+)
+def test_the_transport_fits_the_placement(source: set[str], targets: set[str], wanted: str) -> None:
+    assert choose_transport(frozenset(source), frozenset(targets)) == wanted
+
+
+def test_an_unknown_transport_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"'shared_memry'. Did you mean 'shared_memory'"):
+        make_transport("shared_memry", folder=None, bucket_bytes=1, timeout_s=1.0)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1), st.integers(1, 400))
+def test_buckets_keep_every_tensor_once_within_their_size(sizes: list[int], bucket_bytes: int) -> None:
+    weights = [(str(number), torch.zeros(size)) for number, size in enumerate(sizes)]
+    buckets = fill_buckets(weights, bucket_bytes)
+    assert [name for bucket in buckets for name, _ in bucket] == [name for name, _ in weights]
+    assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= bucket_bytes for bucket in buckets)
+    places, size_bytes = places_of([spec_of(*item) for item in weights])
+    assert all(place.offset + place.spec.size_bytes <= size_bytes for place in places)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_checksum_knows_shape_type_and_contents(sampled: bool) -> None:
+    tensor = torch.arange(100_000, dtype=torch.float32)
+    same = tensor_checksum(tensor, sampled=sampled)
+    assert tensor_checksum(tensor.clone(), sampled=sampled) == same
+    assert tensor_checksum(tensor.view(2, -1), sampled=sampled) != same
+    assert tensor_checksum(tensor.int(), sampled=sampled) != same
+    for place in (0, len(tensor) - 1):
+        changed = tensor.clone()
+        changed[place] += 1
+        assert tensor_checksum(changed, sampled=sampled) != same
+
+
+def test_truncated_sampling_is_warned_about() -> None:
+    assert truncation_warning(SampleParams()) is None
+    assert "top_p=0.9, min_tokens=3" in (truncation_warning(SampleParams(top_p=0.9, min_tokens=3)) or "")
+
+
+def test_engines_that_do_not_exist_or_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnknownNameError, match=r"'vlm'. Did you mean 'vllm'.*'fake', 'openai', 'torch', 'vllm'"):
+        RolloutReplicaRegistry.get("vlm")
+    monkeypatch.setattr(RolloutReplicaRegistry, "_table", {"no": lambda: dict})
+    with pytest.raises(PluginError, match="no subclass of RolloutReplica"):
+        RolloutReplicaRegistry.get("no")
+
+
+# --- the openai engine and its server
+
+
+async def ask(replica: OpenAIReplica) -> RolloutError | list[int]:
+    request = GenerateRequest(request_id="r", prompt_ids=[5], sample_params=SampleParams(max_tokens=3), seed=1)
+    await replica.submit([request])
+    while not (ended := (await replica.collect(10.0)).ended):
+        pass
+    outcome = ended["r"]
+    return outcome if isinstance(outcome, RolloutError) else outcome.token_ids
+
+
+async def test_a_busy_server_is_asked_again_and_one_without_ids_is_refused(tiny_model_folder: Path) -> None:
+    async with CompletionsServer(tiny_model_folder) as server:
+        config = RolloutConfig(engine="openai", engine_options={"base_urls": [server.url], "max_attempts": 3})
+        replica = OpenAIReplica(config=config, model_path="m", replica=0)
+        server.refuse_next = 2
+        assert len(await ask(replica)) == 3  # type: ignore[arg-type]
+        assert server.num_requests == 3
+        server.refuse_next = 3
+        assert "answered 503: busy (3 attempts)" in str(await ask(replica))
+        server.without_ids = True
+        assert "returns text without token ids" in str(await ask(replica))
+        await replica._client.aclose()
+
+
+async def test_a_server_that_is_not_there_is_named() -> None:
+    config = RolloutConfig(engine="openai", engine_options={"base_urls": ["http://127.0.0.1:9/v1"], "max_attempts": 1})
+    replica = OpenAIReplica(config=config, model_path="m", replica=0)
+    assert "ConnectError at http://127.0.0.1:9/v1" in str(await ask(replica))
+    await replica._client.aclose()
+    with pytest.raises(ConfigError, match="one address for each of the 2 replicas"):
+        OpenAIReplica(config=RolloutConfig(engine="openai", num_replicas=2), model_path="m", replica=0)

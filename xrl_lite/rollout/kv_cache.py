@@ -1,0 +1,324 @@
+"""Keys and values of running sequences on the CPU, and attention over them.
+
+Sequences of similar room share a pool: one tensor per layer in which every sequence has a row. Rows in use are the
+first ones of a pool, so attention reads them where they lie. A sequence that outgrows its pool moves to a larger one.
+
+What attention computes for a sequence has a shape that depends on this sequence alone (its pool's capacity, its
+prompt's length), and stands in a batch dimension of its own. So the result does not depend on what else is running.
+Positions count from the left: what lies behind a sequence's end is masked, and adds exact zeros.
+
+P pools, n rows in use, C positions of a pool, H query heads, K key heads, G = H / K, D size of a head, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from xrl_lite.rollout.continuous_batch import Sequence
+
+SMALLEST_CAPACITY = 32
+QUERIES_AT_ONCE = 256
+"""Scores of so many prompt positions are held at a time."""
+
+
+def capacity_for(num_positions: int) -> int:
+    """Return the smallest capacity that holds so many positions: 32, 48, 64, 96, 128, 192, ..."""
+    size = SMALLEST_CAPACITY
+    while size < num_positions:
+        if num_positions <= size + size // 2:
+            return size + size // 2
+        size *= 2
+    return size
+
+
+class KVPool:
+    """Keys and values of sequences with one capacity."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.sequences: list[Sequence] = []
+        """The sequence of each row in use."""
+        self._num_rows = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held, rows that are free included."""
+        return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
+
+    def add(self, sequences: list[Sequence]) -> slice:
+        """Give sequences rows and return these, which are neighbours."""
+        first = len(self.sequences)
+        self.sequences += sequences
+        for row, sequence in enumerate(sequences, start=first):
+            sequence.pool, sequence.row = self, row
+        if len(self.sequences) > self._num_rows:
+            self._resize(max(2 * self._num_rows, len(self.sequences)))
+        return slice(first, len(self.sequences))
+
+    def remove(self, sequences: list[Sequence]) -> None:
+        """Take sequences out; the last ones move into the gaps."""
+        for sequence in sequences:
+            sequence.pool = None
+        if len(sequences) == len(self.sequences):  # nobody is left: give the memory back
+            self.sequences, self._layers, self._num_rows = [], {}, 0
+            return
+        gone = {sequence.row for sequence in sequences}
+        left = len(self.sequences) - len(gone)
+        gaps = sorted(row for row in gone if row < left)
+        movers = [row for row in range(left, len(self.sequences)) if row not in gone]
+        if gaps:
+            to, source = torch.tensor(gaps), torch.tensor(movers)
+            for keys, values in self._layers.values():
+                keys[to], values[to] = keys[source], values[source]
+            for gap, mover in zip(gaps, movers, strict=True):
+                self.sequences[gap] = self.sequences[mover]
+                self.sequences[gap].row = gap
+        del self.sequences[left:]
+
+    def take_over(self, other: KVPool, sequences: list[Sequence]) -> None:
+        """Move sequences and their positions here from a smaller pool."""
+        source = torch.tensor([sequence.row for sequence in sequences])
+        moved = {layer: (keys[source], values[source]) for layer, (keys, values) in other._layers.items()}
+        other.remove(sequences)
+        rows = self.add(sequences)
+        for layer, (keys, values) in moved.items():
+            own_keys, own_values = self._store(layer, keys, values)
+            own_keys[rows, :, : other.capacity], own_values[rows, :, : other.capacity] = keys, values
+
+    def write_prompts(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values, both (n, K, T, D), at the beginning of rows."""
+        own_keys, own_values = self._store(layer, keys, values)
+        own_keys[rows, :, : keys.shape[2]], own_values[rows, :, : keys.shape[2]] = keys, values
+
+    def write_tokens(self, layer: int, positions: Tensor | int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the keys and values (n, K, D) of one position of the first n rows; return those of all positions.
+
+        Args:
+            layer: Number of the layer.
+            positions: (n,) int64, or one for all.
+            keys: The keys.
+            values: The values.
+        """
+        own_keys, own_values = (tensor[: len(keys)] for tensor in self._layers[layer])
+        if isinstance(positions, int):
+            own_keys[:, :, positions], own_values[:, :, positions] = keys, values
+        else:
+            rows = torch.arange(len(keys))
+            own_keys[rows, :, positions], own_values[rows, :, positions] = keys, values
+        return own_keys, own_values
+
+    def _store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The tensors of a layer; made when it is first written to, since only then its shape is known."""
+        if layer not in self._layers:
+            self._layers[layer] = (
+                keys.new_zeros(self._num_rows, keys.shape[1], self.capacity, keys.shape[3]),
+                values.new_zeros(self._num_rows, values.shape[1], self.capacity, values.shape[3]),
+            )
+        return self._layers[layer]
+
+    def _resize(self, num_rows: int) -> None:
+        for layer, (keys, values) in self._layers.items():
+            self._layers[layer] = (_with_rows(keys, num_rows), _with_rows(values, num_rows))
+        self._num_rows = num_rows
+
+
+class KVCache:
+    """All pools."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, KVPool] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes held."""
+        return sum(pool.size_bytes for pool in self._pools.values())
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of all rows in use, if each of them had to move to the next larger pool."""
+        return sum(len(pool) * capacity_for(pool.capacity + 1) for pool in self._pools.values())
+
+    def pools(self) -> Iterator[KVPool]:
+        """Yield the pools that hold sequences, smallest first."""
+        for capacity in sorted(self._pools):
+            if len(self._pools[capacity]):
+                yield self._pools[capacity]
+
+    def add(self, sequences: list[Sequence]) -> list[tuple[KVPool, list[int], slice]]:
+        """Give sequences rows: per pool, which of `sequences` got which rows."""
+        by_capacity: dict[int, list[int]] = {}
+        for number, sequence in enumerate(sequences):
+            by_capacity.setdefault(capacity_for(sequence.reserved), []).append(number)
+        return [
+            (pool, numbers, pool.add([sequences[number] for number in numbers]))
+            for capacity, numbers in by_capacity.items()
+            for pool in [self._pool(capacity)]
+        ]
+
+    def remove(self, sequences: list[Sequence]) -> None:
+        """Take sequences out."""
+        by_pool: dict[KVPool, list[Sequence]] = {}
+        for sequence in sequences:
+            if sequence.pool is not None:
+                by_pool.setdefault(sequence.pool, []).append(sequence)
+        for pool, members in by_pool.items():
+            pool.remove(members)
+
+    def make_room(self) -> None:
+        """Move every sequence whose next position would not fit into a larger pool."""
+        for pool in list(self.pools()):
+            full = [sequence for sequence in pool.sequences if sequence.num_tokens > pool.capacity]
+            if full:
+                self._pool(capacity_for(pool.capacity + 1)).take_over(pool, full)
+
+    def _pool(self, capacity: int) -> KVPool:
+        if capacity not in self._pools:
+            self._pools[capacity] = KVPool(capacity)
+        return self._pools[capacity]
+
+
+@dataclass(kw_only=True)
+class Prompts:
+    """Prompts of one length, neighbours among the tokens of a forward pass."""
+
+    start: int
+    """Number of the first token."""
+    num_prompts: int
+    length: int
+    """Tokens of each prompt."""
+    rows: list[tuple[KVPool, slice, Tensor]] = field(default_factory=list[tuple[KVPool, slice, Tensor]])
+    """Pool, rows in it, and which of the prompts each row holds."""
+
+    @property
+    def stop(self) -> int:
+        """Number of the first token behind."""
+        return self.start + self.num_prompts * self.length
+
+
+class Decoding:
+    """One new token of every sequence of a pool, neighbours among the tokens of a forward pass.
+
+    Args:
+        pool: The pool.
+        start: Number of the first token.
+        positions: Where the new tokens stand in their sequences, row by row.
+    """
+
+    def __init__(self, *, pool: KVPool, start: int, positions: list[int]) -> None:
+        self.pool = pool
+        self.start = start
+        self.stop = start + len(positions)
+        self.positions = torch.tensor(positions)
+        self.place: Tensor | int = positions[0] if len(set(positions)) == 1 else self.positions
+        self._bias: dict[tuple[int, int | None], Tensor] = {}
+
+    def bias(self, key_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """What is added to scores, (n * K, 1, C): 0 where a position is seen, else -inf. The same in most layers."""
+        key = (key_heads, window)
+        if key not in self._bias:
+            seen = _visible(self.positions, self.pool.capacity, window)
+            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
+            self._bias[key] = bias.repeat_interleave(key_heads, dim=0).unsqueeze(1)
+        return self._bias[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """What the tokens of one forward pass are."""
+
+    prompts: list[Prompts]
+    decoding: list[Decoding]
+
+
+def attend(
+    layout: Layout,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scaling: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attention of the tokens of a pass over their own sequences; new keys and values go into the cache.
+
+    Args:
+        layout: What the tokens are.
+        layer: Number of the layer.
+        query: (H, T, D).
+        key: (K, T, D).
+        value: (K, T, D).
+        scaling: Factor of the scores.
+        sliding_window: Positions that a token sees, itself included; None for all.
+
+    Returns:
+        (T, H, D); zeros for tokens that belong to no sequence.
+    """
+    output = value.new_zeros(query.shape[1], query.shape[0], value.shape[2])
+    for part in layout.prompts:
+        shape = (-1, part.num_prompts, part.length, key.shape[2])
+        q, k, v = (
+            tensor[:, part.start : part.stop].view(*shape[:3], tensor.shape[2]).transpose(0, 1)
+            for tensor in (query, key, value)
+        )
+        for pool, rows, prompt in part.rows:
+            pool.write_prompts(layer, rows, k[prompt], v[prompt])
+        mixed = _attend_prompts(q, k, v, scaling, sliding_window)
+        output[part.start : part.stop] = mixed.transpose(1, 2).flatten(0, 1)
+    for part in layout.decoding:
+        q, k, v = (tensor[:, part.start : part.stop].transpose(0, 1) for tensor in (query, key, value))
+        keys, values = part.pool.write_tokens(layer, part.place, k, v)
+        bias = part.bias(key.shape[0], sliding_window, query.dtype)
+        output[part.start : part.stop] = _attend_cache(q, keys, values, bias, scaling)
+    return output
+
+
+def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Causal attention within each prompt: (n, H, t, D), (n, K, t, D) twice -> (n, H, t, D)."""
+    num_prompts, num_heads, length, _ = query.shape
+    groups = num_heads // key.shape[1]
+    keys = key.repeat_interleave(groups, dim=1).flatten(0, 1).transpose(1, 2)
+    values = value.repeat_interleave(groups, dim=1).flatten(0, 1)
+    queries = query.flatten(0, 1)
+    parts: list[Tensor] = []
+    for start in range(0, length, QUERIES_AT_ONCE):
+        stop = min(start + QUERIES_AT_ONCE, length)
+        seen = _visible(torch.arange(start, stop), stop, window)
+        scores = torch.bmm(queries[:, start:stop], keys[:, :, :stop]).mul_(scaling).masked_fill_(~seen, -torch.inf)
+        parts.append(torch.bmm(scores.softmax(dim=-1), values[:, :stop]))
+    return torch.cat(parts, dim=1).view(num_prompts, num_heads, length, value.shape[3])
+
+
+def _attend_cache(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """Attention of one token per row: (n, H, D), (n, K, C, D) twice, (n * K, 1, C) -> (n, H, D).
+
+    The query heads that share a key head stand side by side as if they were positions, so nothing is repeated.
+    """
+    num_rows, num_heads, _ = query.shape
+    key_heads = keys.shape[1]
+    queries = query.reshape(num_rows * key_heads, num_heads // key_heads, -1)
+    scores = torch.baddbmm(bias, queries, keys.flatten(0, 1).transpose(1, 2), alpha=scaling)
+    return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(num_rows, num_heads, -1)
+
+
+def _visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Which of the first `num_keys` positions each position sees: (n,) -> (n, num_keys) bool."""
+    keys = torch.arange(num_keys)
+    seen = keys <= positions.unsqueeze(1)
+    return seen if window is None else seen & (keys > positions.unsqueeze(1) - window)
+
+
+def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
+    larger = tensor.new_zeros(num_rows, *tensor.shape[1:])
+    larger[: len(tensor)] = tensor
+    return larger

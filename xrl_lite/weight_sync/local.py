@@ -1,0 +1,48 @@
+"""Weights of this very process as a source, for scripts and tests that have no training engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender
+
+
+class LocalWeights:
+    """Hands over what `weights` returns whenever a transfer begins.
+
+    Args:
+        weights: Every weight by its Hugging Face name.
+    """
+
+    def __init__(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
+        self._weights = weights
+        self._sender: WeightSender | None = None
+        self.num_updates = 0
+        """Stands for the trainer's optimizer updates; add to it where the weights are meant to have changed."""
+
+    async def attach_weights(self, sender: WeightSender) -> None:
+        """Take this end of a transport."""
+        self._sender = sender
+
+    async def open_weights(self, version: int) -> WeightOffer:
+        """Begin a transfer."""
+        sender = self._attached()
+        return sender.open(iter(self._weights().items()), version=version, num_updates=self.num_updates)
+
+    async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
+        """Hand over a bucket."""
+        return await anyio.to_thread.run_sync(self._attached().send, number, num_receivers)
+
+    async def close_weights(self) -> None:
+        """End a transfer."""
+        self._attached().close()
+
+    def _attached(self) -> WeightSender:
+        assert self._sender is not None, "attach_weights comes first"
+        return self._sender
