@@ -106,7 +106,8 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
                     )
                     # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
                     gc.freeze()
-                    summary = await trainer.fit(checkpoint)
+                    with closing(trainer.parts.weight_sync):
+                        summary = await trainer.fit(checkpoint)
         reporter.summary(list(folder.metrics()), folder.path)
     return summary
 

@@ -311,6 +311,22 @@ async def test_a_paused_engine_computes_nothing_and_can_still_abort(replica: Tor
     assert len((await results_of(replica, [other]))[0].token_ids) == 50
 
 
+async def test_a_step_that_fails_fails_its_requests_and_the_next_ones_are_served(
+    replica: TorchReplica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = make_requests(4)
+    wanted = [result.token_ids for result in await generate(replica, requests)]
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("out of luck")
+
+    monkeypatch.setattr(replica._batch, "_sample", broken)
+    with pytest.raises(RolloutError, match="ValueError: out of luck"):
+        await generate(replica, requests)
+    monkeypatch.undo()
+    assert [result.token_ids for result in await generate(replica, requests)] == wanted
+
+
 async def test_penalties_lower_what_occurred(replica: TorchReplica) -> None:
     (plain,) = await generate(replica, make_requests(1, temperature=0.0, max_tokens=20))
     (changed,) = await generate(replica, make_requests(1, temperature=0.0, max_tokens=20, frequency_penalty=2.0))

@@ -135,7 +135,9 @@ class ContinuousBatch:
 
     def start_over(self) -> None:
         """Forget all keys and values: running sequences keep their tokens and are computed anew, first of all."""
-        self._cache.remove(self.running)
+        for sequence in self.running:
+            sequence.pool = None
+        self._cache = KVCache()  # also rows of sequences that a failed step had admitted
         self.waiting.extendleft(reversed(self.running))
         self.running = []
 
