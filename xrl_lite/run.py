@@ -126,7 +126,8 @@ async def build_trainer(
     )
     judger = build_judger(data.judger_config, system=system)
     replay_buffer = ReplayBuffer()
-    manager = build_manager(config, data, tokenizer.encode, rollout, judger, replay_buffer)
+    manager = build_manager(config, data, tokenizer, rollout, judger, replay_buffer, model_path, system)
+    await manager.agent_loop.ready()
     await self_test_judger(judger, data.train[0], tokenizer.encode)
     await engine.ready()
     await rollout.ready()
@@ -177,7 +178,7 @@ async def evaluate(
             system, config=config.rollout, model_path=model_path, decode=tokenizer.decode, seed=config.seed
         )
         judger = build_judger(data.judger_config, system=system)
-        manager = build_manager(config, data, tokenizer.encode, rollout, judger, ReplayBuffer())
+        manager = build_manager(config, data, tokenizer, rollout, judger, ReplayBuffer(), model_path, system)
         evaluator = build_evaluator(config, data.evaluation, manager, tokenizer.encode)
         assert evaluator is not None, "there are held-out rows"
         await rollout.ready()
@@ -261,19 +262,23 @@ def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
 def build_manager(
     config: RunConfig,
     data: CheckedData,
-    encode: EncodePrompt,
+    tokenizer: Tokenizer,
     rollout: RolloutController,
     judger: Judger,
     replay_buffer: ReplayBuffer,
+    model_path: str,
+    system: ActorSystem,
 ) -> AgentLoopManager:
     """Make what turns rows into judged groups."""
     sampler = config.task.sampler_config
     limit = config.trainer.max_failed_groups
     return AgentLoopManager(
-        agent_loop=config.task.agent_loop_config.build_local(rollout, judger),
+        agent_loop=config.task.agent_loop_config.build(
+            rollout, judger, tokenizer=tokenizer, model_path=model_path, system=system
+        ),
         sampler=Sampler(
             data.train,
-            encode=encode,
+            encode=tokenizer.encode,
             group_size=sampler.prompt_repeat_k,
             seed=config.seed,
             shuffle=sampler.shuffle,

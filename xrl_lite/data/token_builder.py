@@ -126,6 +126,10 @@ class TokenBuilder:
         """Return the trainable rows, in order; rows in which nothing was sampled are left out."""
         return [row for row in self._rows if row.num_sampled]
 
+    def all_rows(self) -> list[TokenRow]:
+        """Return the rows, also those in which nothing was sampled."""
+        return list(self._rows)
+
     def add_sampled(
         self,
         token_ids: Sequence[int],

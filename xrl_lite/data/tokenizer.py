@@ -46,6 +46,11 @@ class Tokenizer:
         return cls(tokenizer, template_kwargs=template_kwargs)
 
     @property
+    def hf(self) -> Any:
+        """The transformers tokenizer inside."""
+        return self._tokenizer
+
+    @property
     def eos_token_ids(self) -> frozenset[int]:
         """Tokens that end a response."""
         end = self._tokenizer.eos_token_id

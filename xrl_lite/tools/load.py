@@ -129,13 +129,14 @@ def _class_tool(entry: object, where: str, system: ActorSystem | None) -> BaseTo
     kind = config.pop("type", "native")
     if kind not in ("native", "actor"):
         raise ToolError(f"{where}: config.type must be native or actor, got {kind!r}. For MCP see mcp_servers.")
-    tool_class = _load_class(name, where)
     placement = {key: config.pop(key) for key in _ACTOR_KEYS if key in config} if kind == "actor" else {}
-    make = partial(_make, tool_class, config, given.get("tool_schema"), where)
+    make = partial(_make, name, config, given.get("tool_schema"), where)
     return make() if kind == "native" else ActorTool(make, schema_of=make(), system=system, **placement)
 
 
-def _make(tool_class: type[BaseTool], config: Mapping[str, Any], schema: Any, where: str) -> BaseTool:
+def _make(name: str, config: Mapping[str, Any], schema: Any, where: str) -> BaseTool:
+    """Make a tool, here or in a process: classes of user files travel by name."""
+    tool_class = _load_class(name, where)
     try:
         return tool_class(dict(config), schema)
     except ToolError as error:
