@@ -33,7 +33,7 @@ class ScriptedRolloutCtl:
 
     async def generate(self, state: RolloutState) -> RolloutState:
         """Answer a request; log-probs are -1, -2, ... so that each is known again."""
-        self.requests.append(state.model_copy(deep=True))
+        self.requests.append(state.model_copy())
         answer = self._script(state)
         if isinstance(answer, BaseException):
             raise answer

@@ -33,6 +33,7 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _USER, _ANSWER, _REASON, _NEWS = "uqzuser", "aqzanswer", "rqzreason", "nqznews"
 _TOOL = "tqztool"
 _CALL_ID = "callqz001"
+_MAX_CACHED = 1024
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TAG = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])")
 _LAST_TAG = re.compile(rf"{_TAG.pattern}\s*$")
@@ -106,6 +107,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._given_end_ids = frozenset(end_ids)
         self.rules = _Probe(tokenizer, self._given_end_ids).rules()
+        self._rests: dict[str | None, tuple[str, list[int]] | None] = {}
 
     def encode(self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None) -> list[int]:
         """Return the token ids of a whole prompt, the opening of the model's turn included.
@@ -224,22 +226,34 @@ class ChatTemplate:
         for stand_in in self._stand_ins(shape, messages):
             before = [{"role": "user", "content": _USER}, stand_in]
             try:
-                base = self.render(before, tools=shown, opening=False)
+                rest_of_turn = self._rest_of_turn(before, shown)
                 full = self.render([*before, *messages], tools=shown, opening=True)
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            if _ANSWER in base and _ANSWER in full:  # some formats show only one call
-                return self._split(base, full)
+            if rest_of_turn is not None and _ANSWER in full:
+                return self._split(*rest_of_turn, full)
         raise refusal or TemplateError("The chat template does not show the model's turn once messages follow it.")
 
-    def _split(self, base: str, full: str) -> tuple[list[int], list[int]]:
+    def _rest_of_turn(self, turn: list[Message], tools: Sequence[Message] | None) -> tuple[str, list[int]] | None:
+        """Return what is behind the mark where the turn is the last, as text and tokens; None if it is not shown."""
+        key = None if tools else json.dumps(turn[-1])
+        if key in self._rests:
+            return self._rests[key]
+        text = self.render(turn, tools=tools, opening=False)
+        found = None
+        if _ANSWER in text:  # some formats show only one call
+            rest = text[text.index(_ANSWER) + len(_ANSWER) :]
+            found = (rest, self.tokenizer.encode_following(rest))
+        if key is not None and len(self._rests) < _MAX_CACHED:
+            self._rests[key] = found
+        return found
+
+    def _split(self, rest_of_turn: str, turn_ids: list[int], full: str) -> tuple[list[int], list[int]]:
         mark_end = full.index(_ANSWER) + len(_ANSWER)
-        rest_of_turn = base[base.index(_ANSWER) + len(_ANSWER) :]
         tokenizer, end_ids = self.tokenizer, self.rules.end_ids
         ids = tokenizer.encode_following(full[mark_end:])
         if full.startswith(rest_of_turn, mark_end):
-            turn_ids = tokenizer.encode_following(rest_of_turn)
             start = _last_end(turn_ids, tokenizer, end_ids)
             if start is None:
                 return [], tokenizer.encode_following(full[mark_end + len(rest_of_turn) :])
@@ -260,7 +274,10 @@ class ChatTemplate:
         if not shape.tools and not results:
             yield {"role": "assistant", "content": _ANSWER}
             return
-        named = [(message.get("name") or _TOOL, message.get("tool_call_id") or _CALL_ID) for message in results]
+        named = [
+            (message.get("name") or _TOOL, (message.get("tool_call_id") if self._shows_ids else None) or _CALL_ID)
+            for message in results
+        ]
         *before, last = named or [(_TOOL, _CALL_ID)]
         text = self.rules.text_arguments
         marked = _call(*last, text=text)  # only the last, since what comes behind the mark is looked at
@@ -268,6 +285,20 @@ class ChatTemplate:
         yield {"role": "assistant", "content": "", "tool_calls": [*plain, marked]}
         yield {"role": "assistant", "content": "", "tool_calls": [marked]}  # for formats with one call a turn
         yield {"role": "assistant", "content": _ANSWER}
+
+    @cached_property
+    def _shows_ids(self) -> bool:
+        """Whether ids of calls are part of what is rendered."""
+        texts: list[str] = []
+        for call_id in (_CALL_ID, "otherqz01"):
+            call = _call(_TOOL, call_id, text=self.rules.text_arguments)
+            turn: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
+            result = {**_results()[0], "tool_call_id": call_id}
+            try:
+                texts.append(self.render([{"role": "user", "content": _USER}, turn, result], opening=True))
+            except TemplateError:
+                return True
+        return texts[0] != texts[1]
 
     @cached_property
     def _needs_tools(self) -> bool:

@@ -86,6 +86,9 @@ class Tokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of a text as it stands, special tokens in it included, none added."""
+        backend = self._backend
+        if backend is not None and backend.truncation is None and backend.padding is None:
+            return backend.encode(text, add_special_tokens=False).ids  # the same, for a tenth of the overhead
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def encode_following(self, text: str) -> list[int]:
@@ -112,6 +115,12 @@ class Tokenizer:
         found = (self._tokenizer.convert_tokens_to_ids(text) for text in texts)
         unknown = self._tokenizer.unk_token_id
         return frozenset(token for token in found if token is not None and token != unknown)
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer of the `tokenizers` library inside; None where it is another."""
+        split = getattr(self._tokenizer, "split_special_tokens", False)
+        return None if split else getattr(self._tokenizer, "backend_tokenizer", None)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

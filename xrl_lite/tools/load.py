@@ -28,6 +28,7 @@ BUILTIN_TOOLS: Registry[Any] = Registry(
     "tool",
     {
         "calculator": "xrl_lite.tools.builtin.calculator:calculator",
+        "python": "xrl_lite.tools.builtin.python:PythonTool",
         "search_folder": "xrl_lite.tools.builtin.search_folder:SearchFolderTool",
     },
 )

@@ -135,6 +135,35 @@ async def test_a_folder_is_searched(tmp_path: Path) -> None:
     assert missed == "No passage has any of these words."
 
 
+SANDBOX = """
+from types import SimpleNamespace
+
+class Echo:
+    async def run_async(self, command, *, files=None, wall_time_s=None):
+        code = files[command[-1]]
+        failed = code == "fail"
+        return SimpleNamespace(
+            stdout=code, stderr="oh" if failed else "", is_success=not failed, explain=lambda: "exited with code 1"
+        )
+"""
+
+
+async def test_python_runs_in_the_sandbox_that_is_given(tmp_path: Path) -> None:
+    write(tmp_path, "sandbox.py", SANDBOX)
+    config = yaml_of(tmp_path, f"tools: [{{class_name: python, config: {{sandbox: '{tmp_path}/sandbox.py:Echo'}}}}]")
+    async with Toolbox(load_local_tools(config)).session() as tools:
+        texts = [
+            (await tools.run([FunctionCall("python", f'{{"code": "{code}"}}')]))[0].response.text
+            for code in ("print(7)", "fail", "")
+        ]
+    assert texts == ["print(7)", "fail\noh\nexited with code 1", "The program printed nothing."]
+
+
+def test_python_without_a_sandbox_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match="has no sandbox to run programs in"):
+        load_local_tools(yaml_of(tmp_path, "tools: [{class_name: python, config: {sandbox: 'no.such:Sandbox'}}]"))
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [("(3 + 4) * 2 ** 5", 224), ("7/2", 3.5), ("-3^2 =", -9), ("sqrt(16) + max(1, 2)", 6.0), ("round(pi, 2)", 3.14)],

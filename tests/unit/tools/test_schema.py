@@ -169,8 +169,8 @@ import sys
 for name in ("torch", "numpy", "transformers"):
     sys.modules[name] = None
 from xrl_lite.tools import ToolParser, schema_of_function
-from xrl_lite.tools.builtin.calculator import calculator
-print(calculator("1+1"), ToolParser.get_tool_parser("hermes").parse("a", []).content)
+from xrl_lite.tools.builtin.calculator import evaluate
+print(evaluate("1+1"), ToolParser.get_tool_parser("hermes").parse("a", []).content)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert result.stdout.split() == ["2", "a"], result.stderr

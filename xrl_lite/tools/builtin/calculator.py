@@ -45,13 +45,13 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 @function_tool
-def calculator(expression: str) -> str:
+async def calculator(expression: str) -> str:
     """Compute an arithmetic expression.
 
     Args:
         expression: The expression, for example "(3 + 4) * 2 ** 5" or "sqrt(2)".
     """
-    return str(evaluate(expression))
+    return str(evaluate(expression))  # microseconds, whatever the expression: a thread would cost more
 
 
 def evaluate(expression: str) -> int | float:
