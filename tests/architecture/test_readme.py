@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from xrl_lite.agent_loop import AgentsConfig
 from xrl_lite.config import load_config
 from xrl_lite.judger import JudgerConfig
+from xrl_lite.tools import load_local_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -38,3 +41,12 @@ def test_the_shown_judger_is_one(tmp_path: Path) -> None:
     settings = yaml.safe_load(block)["judger_config"]
     settings["reward_handler"] = settings["reward_handler"].replace("my_rewards.py", str(rewards))
     assert JudgerConfig.model_validate(settings).request_timeout == 30
+
+
+def test_the_shown_tool_and_settings_are_understood(tmp_path: Path) -> None:
+    (tool,), (settings,) = blocks("python"), blocks("json")
+    (tmp_path / "my_tools.py").write_text(tool)
+    shown = json.loads(settings)["agent_loop_config"]
+    shown["tools"]["function_tool_path"] = str(tmp_path / "my_tools.py")
+    config = AgentsConfig.model_validate({key: value for key, value in shown.items() if key != "type"})
+    assert [loaded.name for loaded in load_local_tools(config.tools)] == ["population", "calculator"]
