@@ -5,7 +5,9 @@
     XrlLiteError
     ├── ConfigError (ValueError)         a setting, a file or a row is wrong; raised before anything costly starts
     │   ├── UnknownNameError             a registered name that does not exist; lists what exists
-    │   └── DataError                    a data set is missing, empty, or a row lacks something
+    │   ├── DataError                    a data set is missing, empty, or a row lacks something
+    │   ├── TemplateError                a chat template refuses messages, or cannot go on from sampled tokens
+    │   └── ToolError                    a tool, a file of tools or a server of tools cannot be used
     ├── PluginError                      user code named by a path cannot be loaded
     ├── ResourceError (RuntimeError)     more CPU slots, memory or accelerators asked for than there are
     ├── ActorError                       something about an actor or a call to it
@@ -44,6 +46,14 @@ class UnknownNameError(ConfigError):
 
 class DataError(ConfigError):
     """A data set cannot be used: missing, empty, or a row lacks a column."""
+
+
+class TemplateError(ConfigError):
+    """A chat template refuses messages, or what it renders does not go on from the tokens that were sampled."""
+
+
+class ToolError(ConfigError):
+    """A tool cannot be used: no schema can be made of it, its file is missing, its name is taken."""
 
 
 class PluginError(XrlLiteError):

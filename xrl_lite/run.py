@@ -135,11 +135,11 @@ async def build_trainer(
     )
     judger = build_judger(data.judger_config, system=system)
     replay_buffer = ReplayBuffer()
-    manager = build_manager(config, data, tokenizer.encode, rollout, judger, replay_buffer)
+    manager = build_manager(config, data, tokenizer, rollout, judger, replay_buffer, model_path, system)
+    await manager.agent_loop.ready()
     num_tested = await self_test_judger(judger, data.train, tokenizer.encode)
-    for warning in (truncation_warning(config.task.agent_loop_config.sample_params), tokenizer.check_template()):
-        if warning is not None:
-            reporter.note(f"warning: {warning}")
+    if (warning := truncation_warning(config.task.agent_loop_config.sample_params)) is not None:
+        reporter.note(f"warning: {warning}")
     await engine.ready()
     await rollout.ready()
     reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
@@ -192,7 +192,7 @@ async def evaluate(
         tokenizer = load_tokenizer(config, model_path)
         async with build_rollout(config, model_path, tokenizer, system) as rollout:
             judger = build_judger(data.judger_config, system=system)
-            manager = build_manager(config, data, tokenizer.encode, rollout, judger, ReplayBuffer())
+            manager = build_manager(config, data, tokenizer, rollout, judger, ReplayBuffer(), model_path, system)
             evaluator = build_evaluator(config, data.evaluation, manager, tokenizer.encode)
             assert evaluator is not None, "there are held-out rows"
             await rollout.ready()
@@ -315,19 +315,23 @@ async def build_weight_sync(config: RunConfig, engine: TrainingController, rollo
 def build_manager(
     config: RunConfig,
     data: CheckedData,
-    encode: EncodePrompt,
+    tokenizer: Tokenizer,
     rollout: RolloutController,
     judger: Judger,
     replay_buffer: ReplayBuffer,
+    model_path: str,
+    system: ActorSystem,
 ) -> AgentLoopManager:
     """Make what turns rows into judged groups."""
     sampler = config.task.sampler_config
     limit = config.trainer.max_failed_groups
     return AgentLoopManager(
-        agent_loop=config.task.agent_loop_config.build_local(rollout, judger),
+        agent_loop=config.task.agent_loop_config.build(
+            rollout, judger, tokenizer=tokenizer, model_path=model_path, system=system
+        ),
         sampler=Sampler(
             data.train,
-            encode=encode,
+            encode=tokenizer.encode,
             group_size=sampler.prompt_repeat_k,
             seed=config.seed,
             shuffle=sampler.shuffle,

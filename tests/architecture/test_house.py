@@ -22,7 +22,16 @@ from xrl_lite.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "transformers", "vllm", "datasets", "matplotlib", "ray")
-LIGHT = ("xrl_lite", "xrl_lite.config", "xrl_lite.actors", "xrl_lite.data", "xrl_lite.judger", "xrl_lite.replay_buffer")
+LIGHT = (
+    "xrl_lite",
+    "xrl_lite.config",
+    "xrl_lite.actors",
+    "xrl_lite.data",
+    "xrl_lite.judger",
+    "xrl_lite.replay_buffer",
+    "xrl_lite.tools",
+    "xrl_lite.agent_loop",
+)
 
 
 def run_tool(*command: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import yaml
 
+from xrl_lite.agent_loop import AgentsConfig
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.algorithms.policy_losses import POLICY_LOSSES
 from xrl_lite.config import load_config
 from xrl_lite.judger import JudgerConfig
+from xrl_lite.tools import load_local_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,3 +58,12 @@ def test_the_table_of_algorithms_is_complete(setting: str, known: Iterable[str])
     (row,) = re.findall(rf"^\| `{setting}` \| (.*) \|$", README, re.MULTILINE)
     shown = {part.split()[0] for part in row.split(", ")}
     assert shown == {name for name in known if not name.endswith("_vectorized") and not name.startswith("test_")}
+
+
+def test_the_shown_tool_and_settings_are_understood(tmp_path: Path) -> None:
+    (tool,), (settings,) = blocks("python"), blocks("json")
+    (tmp_path / "my_tools.py").write_text(tool)
+    shown = json.loads(settings)["agent_loop_config"]
+    shown["tools"]["function_tool_path"] = str(tmp_path / "my_tools.py")
+    config = AgentsConfig.model_validate({key: value for key, value in shown.items() if key != "type"})
+    assert [loaded.name for loaded in load_local_tools(config.tools)] == ["population", "calculator"]

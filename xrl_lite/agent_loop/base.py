@@ -5,14 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
+from pydantic import Field
 
-from xrl_lite.data import RolloutState, SampleParams, Status
-from xrl_lite.errors import RolloutError
+from xrl_lite.actors import CPUResourcesConfig
+from xrl_lite.data import RolloutState, Row, SampleParams, Status
+from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
+from xrl_lite.judger import NativeJudger
+from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
 from xrl_lite.registry import Registry
 from xrl_lite.settings import Settings
+
+if TYPE_CHECKING:
+    from xrl_lite.actors import ActorSystem
+    from xrl_lite.data.tokenizer import Tokenizer
 
 
 class RolloutCtl(Protocol):
@@ -47,9 +55,52 @@ class AgentLoopConfig(Settings, ABC):
     enable_batch_judge: bool = False
     """Judge a whole group in one call; the judger must support it."""
 
+    judge_grace_s: float = Field(default=10.0, ge=0)
+    """How long a judgement may still take once the loop is paused; then its attempts are ABORTED."""
+
+    cpu_resources: CPUResourcesConfig | None = None
+    """Run the loops in so many processes of their own; in the driver when not given."""
+
+    def build(
+        self,
+        rollout_ctl: RolloutCtl,
+        judger: StateJudger | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        model_path: str | None = None,
+        system: ActorSystem | None = None,
+    ) -> AgentLoop:
+        """Make the loop: here, in one process, or behind a router over several. Returns at once.
+
+        Args:
+            rollout_ctl: Generates; stays in this process.
+            judger: Scores; stays in this process.
+            tokenizer: The run's tokenizer, for loops in this process.
+            model_path: Where loops in other processes load it from, unless `hf_checkpoint` says.
+            system: Where these processes run; the default system when not given.
+
+        Raises:
+            ConfigError: the loop needs a tokenizer and there is none.
+            ResourceError: there are not enough CPU slots.
+        """
+        if self.cpu_resources is None:
+            return self.build_local(rollout_ctl, judger, tokenizer=tokenizer)
+        from xrl_lite.agent_loop.remote import build_remote
+
+        return build_remote(self, self.cpu_resources, rollout_ctl, judger, model_path=model_path, system=system)
+
     @abstractmethod
-    def build_local(self, rollout_ctl: RolloutCtl, judger: StateJudger | None) -> AgentLoop:
-        """Make the loop."""
+    def build_local(
+        self, rollout_ctl: RolloutCtl, judger: StateJudger | None, *, tokenizer: Tokenizer | None = None
+    ) -> AgentLoop:
+        """Make the loop in this process."""
+
+    def check_rows(self, rows: Sequence[Row]) -> None:
+        """Check that the loop can serve rows, before anything starts.
+
+        Raises:
+            ConfigError: a row asks for something that there is not.
+        """
 
 
 class AgentLoop(ABC):
@@ -60,6 +111,7 @@ class AgentLoop(ABC):
         judger: Scores; None leaves states without a reward.
         sample_params: How to sample where the state does not say.
         enable_batch_judge: Judge groups in one call.
+        judge_grace_s: How long a judgement may take once the loop is paused.
     """
 
     def __init__(
@@ -69,42 +121,152 @@ class AgentLoop(ABC):
         *,
         sample_params: SampleParams,
         enable_batch_judge: bool = False,
+        judge_grace_s: float = 10.0,
     ) -> None:
         self.rollout_ctl = rollout_ctl
         self.judger = judger
         self.sample_params = sample_params
         self.enable_batch_judge = enable_batch_judge
+        self._judge_grace_s = judge_grace_s
+        self._pausing: anyio.Event | None = None
 
     @abstractmethod
-    async def generate_sample(self, rollout_state: RolloutState) -> RolloutState:
-        """Run one attempt: generate, and judge where judging is per attempt."""
+    async def generate_sample(self, rollout_state: RolloutState) -> RolloutState | list[RolloutState]:
+        """Run one attempt: generate, and judge where judging is per attempt.
+
+        Returns:
+            The state; or the states of all its trajectories in order, which share a `session_id`.
+        """
 
     async def generate_group(
         self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
     ) -> list[RolloutState]:
         """Run all attempts at one prompt at the same time and return them in the order given.
 
+        An attempt with several trajectories stands there with all of them, one after the other.
+
         Args:
             rollout_states: Fresh states of one prompt.
             sample_params: Instead of the loop's own, for evaluation.
         """
-        finished: list[RolloutState] = list(rollout_states)
+        finished: list[list[RolloutState]] = [[state] for state in rollout_states]
 
         async def run(index: int, state: RolloutState) -> None:
             try:
-                finished[index] = await self.generate_sample(state)
+                made = await self.generate_sample(state)
+                finished[index] = made if isinstance(made, list) else [made]
             except RolloutError as error:
                 state.status = Status.FAILED
                 state.error_msg = f"sample {state.rollout_id}: {error}"
 
-        async with anyio.create_task_group() as attempts:
-            for index, state in enumerate(rollout_states):
-                state.sample_params = sample_params or self.sample_params
-                attempts.start_soon(partial(run, index, state))
-        return finished
+        with errors_as_themselves():
+            async with anyio.create_task_group() as attempts:
+                for index, state in enumerate(rollout_states):
+                    state.sample_params = sample_params or self.sample_params
+                    attempts.start_soon(partial(run, index, state))
+        return await self._judge_group(finished)
+
+    async def run_judger(self, states: RolloutState | list[RolloutState]) -> Any:
+        """Judge a state, or several in one call, and return what the judger returns.
+
+        Once the loop is paused, the judgement has `judge_grace_s` left; then it is cancelled and the states come back
+        ABORTED, without a reward. What the judger raises is raised.
+        """
+        assert self.judger is not None, "there is a judger"
+        judge = self.judger.batch_judge if isinstance(states, list) else self.judger.judge
+        judged: Any = None
+
+        async def run_judge() -> None:
+            nonlocal judged
+            judged = await judge(states)  # pyright: ignore[reportArgumentType] - the method fits the states
+            running.cancel_scope.cancel()
+
+        async def run_grace() -> None:
+            await self._pause_event().wait()
+            await anyio.sleep(self._judge_grace_s)
+            running.cancel_scope.cancel()
+
+        with errors_as_themselves():
+            async with anyio.create_task_group() as running:
+                running.start_soon(run_judge)
+                running.start_soon(run_grace)
+        if judged is not None:
+            return judged
+        for state in states if isinstance(states, list) else [states]:
+            state.status, state.finish_reason, state.reward = Status.ABORTED, "abort", None
+            state.error_msg = f"paused while it was judged, and not done within {self._judge_grace_s:g} s"
+        return states
+
+    async def ready(self) -> None:
+        """Wait until the loop can serve; raises what keeps it from that. Loops start without it, too."""
+
+    async def pause(self) -> None:
+        """Stop generating, and give judgements that are under way their grace."""
+        event = self._pause_event()
+        event.set()
+        try:
+            pause_generation = getattr(self.rollout_ctl, "pause_generation", None)
+            if pause_generation is not None:
+                await pause_generation()
+        finally:
+            self._pausing = None
+
+    async def aclose(self) -> None:
+        """Give back what the loop holds: processes, tools."""
+
+    async def _judge_group(self, attempts: list[list[RolloutState]]) -> list[RolloutState]:
+        """Judge a group in one call where that is asked for; only the last trajectory of an attempt is judged."""
+        if self.judger is not None and self.enable_batch_judge:
+            waiting = [states for states in attempts if states and needs_judgement(states[-1])]
+            if waiting:
+                judged = await self.run_judger([states[-1] for states in waiting])
+                for states, last in zip(waiting, judged, strict=True):
+                    states[-1] = last
+                    spread_judgement(states)
+        return [state for states in attempts for state in states]
+
+    def _pause_event(self) -> anyio.Event:
+        if self._pausing is None:
+            self._pausing = anyio.Event()
+        return self._pausing
+
+
+def needs_judgement(state: RolloutState) -> bool:
+    """Return whether a state is to be judged: it was generated, and the loop gave it no reward."""
+    return state.status is Status.COMPLETED and state.reward is None
+
+
+def spread_judgement(states: Sequence[RolloutState]) -> None:
+    """Give all trajectories of an attempt what the last one was judged: reward, status, reason."""
+    *earlier, last = states
+    for state in earlier:
+        state.reward = None if last.reward is None else dict(last.reward)
+        if last.status is not Status.COMPLETED:
+            state.status, state.error_msg = last.status, last.error_msg
+
+
+def check_batch_judge(config: AgentLoopConfig, judger_config: JudgerConfig | ComposedJudgerConfig) -> None:
+    """Check that a judger can judge a whole group in one call, if the loop is to do that.
+
+    Raises:
+        ConfigError: it cannot; names it.
+    """
+    if not config.enable_batch_judge:
+        return
+    for leaf in leaves(judger_config):
+        judger = leaf.build_local()
+        if isinstance(judger, NativeJudger) and type(judger).judge_payload is NativeJudger.judge_payload:
+            raise ConfigError(
+                f"enable_batch_judge is set, but the judger {leaf.judger_name!r} judges one sample at a time. Leave "
+                f"enable_batch_judge out, or write a Judger whose judge_payload takes a list."
+            )
 
 
 AGENT_LOOPS: Registry[type[AgentLoopConfig]] = Registry(
-    "agent loop", {"single_turn": "xrl_lite.agent_loop.single_turn:SingleTurnAgentLoopConfig"}
+    "agent loop",
+    {
+        "single_turn": "xrl_lite.agent_loop.single_turn:SingleTurnAgentLoopConfig",
+        "agents": "xrl_lite.agent_loop.sessions:AgentsConfig",
+    },
 )
 """Settings classes of the agent loops, by name."""

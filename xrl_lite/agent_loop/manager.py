@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 import anyio
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from xrl_lite.agent_loop.base import AGENT_LOOPS, AgentLoop, AgentLoopConfig
+from xrl_lite.agent_loop.base import AGENT_LOOPS, AgentLoop, AgentLoopConfig, check_batch_judge
 from xrl_lite.agent_loop.single_turn import SingleTurnAgentLoopConfig
 from xrl_lite.data import RolloutState, Sampler, SamplerConfig
 from xrl_lite.errors import RunError, errors_as_themselves
@@ -58,6 +58,12 @@ class TaskSpecConfig(Settings):
         default=None, json_schema_extra={"settings": "xrl_lite.judger:JudgerConfig"}
     )
     """How an attempt is judged; by the data source of the rows when not given."""
+
+    @model_validator(mode="after")
+    def _check_batch_judge(self) -> Self:
+        if self.judger_config is not None:
+            check_batch_judge(self.agent_loop_config, self.judger_config)
+        return self
 
 
 @dataclass(frozen=True)

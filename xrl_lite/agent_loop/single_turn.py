@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
-from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.data import RolloutState, Status
+
+if TYPE_CHECKING:
+    from xrl_lite.data.tokenizer import Tokenizer
 
 
 class SingleTurnAgentLoopConfig(AgentLoopConfig):
     """Settings of `SingleTurnAgentLoop`."""
 
-    def build_local(self, rollout_ctl: RolloutCtl, judger: StateJudger | None) -> SingleTurnAgentLoop:
+    def build_local(
+        self, rollout_ctl: RolloutCtl, judger: StateJudger | None, *, tokenizer: Tokenizer | None = None
+    ) -> SingleTurnAgentLoop:
         """Make the loop."""
         return SingleTurnAgentLoop(
-            rollout_ctl, judger, sample_params=self.sample_params, enable_batch_judge=self.enable_batch_judge
+            rollout_ctl,
+            judger,
+            sample_params=self.sample_params,
+            enable_batch_judge=self.enable_batch_judge,
+            judge_grace_s=self.judge_grace_s,
         )
 
 
@@ -30,21 +39,9 @@ class SingleTurnAgentLoop(AgentLoop):
         state = await self.rollout_ctl.generate(rollout_state)
         generated = time.perf_counter()
         if self.judger is not None and not self.enable_batch_judge and state.status is Status.COMPLETED:
-            state = await self.judger.judge(state)
+            state = await self.run_judger(state)
         state.extra_fields["timing"] = {
             "generate_s": generated - started,
             "judge_s": time.perf_counter() - generated,
         }
         return state
-
-    async def generate_group(
-        self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
-    ) -> list[RolloutState]:
-        group = await super().generate_group(rollout_states, sample_params=sample_params)
-        if self.judger is not None and self.enable_batch_judge:
-            places = [place for place, state in enumerate(group) if state.status is Status.COMPLETED]
-            if places:
-                judged = await self.judger.batch_judge([group[place] for place in places])
-                for place, state in zip(places, judged, strict=True):
-                    group[place] = state
-        return group

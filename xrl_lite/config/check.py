@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus
+from xrl_lite.agent_loop.base import check_batch_judge
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.data import Row, load_rows
 from xrl_lite.data.tokenizer import check_model_folder
@@ -52,6 +53,8 @@ def check_data(config: RunConfig) -> CheckedData:
     judger_config = config.task.judger_config or judger_for(row.data_source for row in (*train_rows, *evaluation_rows))
     for rows in (train_rows, evaluation_rows):
         check_rows(judger_config, rows)
+    check_batch_judge(config.task.agent_loop_config, judger_config)
+    config.task.agent_loop_config.check_rows([*train_rows, *evaluation_rows])
     return CheckedData(train=train_rows, evaluation=evaluation_rows, judger_config=judger_config)
 
 

@@ -174,21 +174,3 @@ class RunConfig(Settings):
                 "task.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at a prompt "
                 "are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
             )
-        changed = {
-            name: value
-            for name, value, neutral in (
-                ("top_p", params.top_p, (1.0,)),
-                ("top_k", params.top_k, (0, -1)),
-                ("min_tokens", params.min_tokens, (0,)),
-                ("repetition_penalty", params.repetition_penalty, (1.0,)),
-                ("presence_penalty", params.presence_penalty, (0.0,)),
-                ("frequency_penalty", params.frequency_penalty, (0.0,)),
-            )
-            if value not in neutral
-        }
-        if changed:
-            raise ValueError(
-                f"task.agent_loop_config.sample_params changes the distribution that is sampled from: {changed}. The "
-                f"trainer takes log-probs of the whole distribution, so every probability ratio would be off (at "
-                f"top_p=0.8 by a tenth). Sample from the whole of it in training; evaluation may do as it likes."
-            )

@@ -1,22 +1,33 @@
-"""The model's tokenizer: messages to token ids, token ids to text."""
+"""The model's tokenizer: messages to text, text to token ids, token ids to text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from xrl_lite.errors import ConfigError
+from xrl_lite.errors import ConfigError, TemplateError
+
+Message = dict[str, Any]
+"""A chat message: ``role``, ``content``, and where they apply ``tool_calls``, ``tool_call_id``, ``name``."""
 
 
 class Tokenizer:
-    """Wraps a transformers tokenizer."""
+    """Wraps a transformers tokenizer.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        tokenizer: A transformers tokenizer with a chat template.
+        template_kwargs: Passed to the chat template at every rendering, for example ``{"enable_thinking": False}``.
+    """
+
+    def __init__(self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
 
     @classmethod
-    def load(cls, model_path: str) -> Tokenizer:
+    def load(cls, model_path: str, *, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
         """Load the tokenizer of a model folder or hub id.
 
         Raises:
@@ -32,7 +43,12 @@ class Tokenizer:
                 f"The tokenizer of {model_path!r} has no chat template, so prompts cannot be rendered. "
                 f"Use the instruct version of the model."
             )
-        return cls(tokenizer)
+        return cls(tokenizer, template_kwargs=template_kwargs)
+
+    @property
+    def hf(self) -> Any:
+        """The transformers tokenizer inside."""
+        return self._tokenizer
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -40,39 +56,81 @@ class Tokenizer:
         end = self._tokenizer.eos_token_id
         return frozenset() if end is None else frozenset([end])
 
-    def encode(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode(self, messages: list[Message]) -> list[int]:
         """Render a prompt with the chat template, generation prompt included, and return its token ids."""
-        return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
-        )
+        return self.encode_text(self.render(messages, add_generation_prompt=True))
 
-    def check_template(self) -> str | None:
-        """Render a conversation of three turns at once and turn by turn; return how they differ, None if they do not.
+    def render(
+        self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None, add_generation_prompt: bool
+    ) -> str:
+        """Return the text the chat template makes of messages.
 
-        Where they do, a conversation cannot be continued token by token: what the model sees in the next turn is not
-        what it saw and wrote before.
+        Raises:
+            TemplateError: the template refuses them; says why.
         """
-        turns = [
-            {"role": "user", "content": "One?"},
-            {"role": "assistant", "content": "1"},
-            {"role": "user", "content": "Two?"},
-        ]
-        whole = self.encode(turns)
-        first = self.encode(turns[:1])
-        place = next((i for i, (a, b) in enumerate(zip(first, whole, strict=False)) if a != b), None)
-        if place is None and len(first) <= len(whole):
-            return None
-        place = len(whole) if place is None else place
-        shown = [self.decode(ids[max(place - 8, 0) : place + 8], False) for ids in (first, whole)]
-        return (
-            f"token {place} of the first turn is another one in the whole conversation: {shown[0]!r} became "
-            f"{shown[1]!r}. The chat template changes earlier turns (some drop reasoning); turns must then be trained "
-            f"as rows of their own."
-        )
+        from jinja2.exceptions import TemplateError as JinjaError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=list(tools) if tools else None,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self.template_kwargs,
+            )
+        except (JinjaError, TypeError, KeyError, AttributeError, IndexError, ValueError) as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TemplateError(
+                f"The chat template cannot render messages of the roles {roles}: {type(error).__name__}: {error}"
+            ) from error
+
+    def encode_text(self, text: str) -> list[int]:
+        """Return the token ids of a text as it stands, special tokens in it included, none added."""
+        backend = self._backend
+        if backend is not None and backend.truncation is None and backend.padding is None:
+            return backend.encode(text, add_special_tokens=False).ids  # the same, for a tenth of the overhead
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_following(self, text: str) -> list[int]:
+        """Return the token ids of a text that comes behind a special token.
+
+        Some tokenizers put a space before the first word of what they are given; behind a special token they do not, or
+        do so in the way the model has seen.
+        """
+        anchor = self._anchor
+        if anchor is None:
+            return self.encode_text(text)
+        return self.encode_text(anchor + text)[1:]
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        """Return whether a token is a mark of the format and not text."""
+        return token_id in self._special_ids
+
+    def token_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the ids of those texts that are one token each; texts the tokenizer has no token for are left out."""
+        found = (self._tokenizer.convert_tokens_to_ids(text) for text in texts)
+        unknown = self._tokenizer.unk_token_id
+        return frozenset(token for token in found if token is not None and token != unknown)
+
+    @cached_property
+    def _backend(self) -> Any:
+        """The tokenizer of the `tokenizers` library inside; None where it is another."""
+        split = getattr(self._tokenizer, "split_special_tokens", False)
+        return None if split else getattr(self._tokenizer, "backend_tokenizer", None)
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added: Any = self._tokenizer.added_tokens_decoder
+        return frozenset(self._tokenizer.all_special_ids) | {token for token, mark in added.items() if mark.special}
+
+    @cached_property
+    def _anchor(self) -> str | None:
+        end = self._tokenizer.eos_token
+        return end if end is not None and len(self.encode_text(end)) == 1 else None
 
 
 def check_model_folder(folder: Path) -> None:

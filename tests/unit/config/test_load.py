@@ -114,10 +114,6 @@ def test_unknown_component_names_the_closest(tmp_path: Path, override: str, want
             ["algorithm.policy_loss=gspo", "algorithm.rollout_correction=bypass_pg_is"],
             "takes the place of the policy loss, so policy_loss=gspo would be ignored",
         ),
-        (
-            ["task.agent_loop_config.sample_params.top_p=0.8"],
-            "changes the distribution that is sampled from: {'top_p': 0.8}",
-        ),
     ],
 )
 def test_algorithms_that_cannot_be_meant_are_refused(tmp_path: Path, overrides: list[str], wanted: str) -> None:

@@ -1,0 +1,126 @@
+"""Agent loops in processes: generating and judging stay with the caller."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from xrl_lite.actors import (
+    ActorSystem,
+    CPUResourceManager,
+    CPUResourcesConfig,
+    clear_cpu_resource_manager,
+    set_cpu_resource_manager,
+)
+from xrl_lite.agent_loop import AgentsConfig
+from xrl_lite.agent_loop.remote import RemoteAgentLoop, RouterAgentLoop
+from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
+from xrl_lite.data import RolloutState, Status
+from xrl_lite.errors import ActorDiedError, RolloutError
+
+pytestmark = pytest.mark.process
+
+AGENTS = """
+import os
+from xrl_lite.agent_loop import AgentLoopBase, AgentLoopOutput
+
+class Where(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        output = await self.server_manager.generate("r", prompt_ids=[1, 2], sampling_params={"max_tokens": 3})
+        return AgentLoopOutput(
+            prompt_ids=[1, 2], response_ids=output.token_ids, response_mask=[1] * len(output.token_ids),
+            response_logprobs=output.log_probs, extra_fields={"pid": os.getpid()},
+        )
+"""
+
+
+class Judger:
+    def __init__(self) -> None:
+        self.judged = 0
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        self.judged += 1
+        rollout_state.reward = {"score": float(os.getpid())}
+        return rollout_state
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        return [await self.judge(state) for state in rollout_states]
+
+
+@pytest.fixture
+async def system() -> AsyncIterator[ActorSystem]:
+    async with ActorSystem(num_cpus=4) as running:
+        set_cpu_resource_manager(CPUResourceManager(capacity=running))
+        yield running
+        clear_cpu_resource_manager()
+
+
+def settings(folder: Path, model: Path, num_workers: int) -> AgentsConfig:
+    (folder / "agents.py").write_text(AGENTS)
+    (folder / "agents.yaml").write_text(f"[{{name: where, _target_: '{folder}/agents.py:Where'}}]")
+    return AgentsConfig(
+        agent_loop_config_path=folder / "agents.yaml",
+        default_agent_loop="where",
+        hf_checkpoint=str(model),
+        cpu_resources=CPUResourcesConfig(num_workers=num_workers, num_cpus_per_worker=0.1),
+    )
+
+
+def make_states(count: int = 2) -> list[RolloutState]:
+    return [RolloutState(message=[{"role": "user", "content": "1"}], group_id=0, rollout_id=n) for n in range(count)]
+
+
+async def test_one_process_runs_the_loop_and_asks_back(
+    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    rollout, judger = ScriptedRolloutCtl(lambda _: [5, 6, 7, 8]), Judger()
+    loop = settings(tmp_path, tiny_model_folder, 1).build(rollout, judger, system=system)
+    assert isinstance(loop, RemoteAgentLoop)
+    await loop.ready()
+    states = await loop.generate_group(make_states())
+    assert [(state.rollout_id, state.response_ids, state.logprobs) for state in states] == [
+        (0, [5, 6, 7], [-1.0, -2.0, -3.0]),
+        (1, [5, 6, 7], [-1.0, -2.0, -3.0]),
+    ]
+    assert {state.extra_fields["pid"] for state in states} == {loop.host.pid}
+    assert [state.reward for state in states] == [{"score": float(os.getpid())}] * 2
+    assert judger.judged == len(rollout.requests) == 2
+
+
+async def test_an_engine_error_travels_and_costs_one_session(
+    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    answers = iter([RolloutError("scripted failure"), [5]])
+    rollout = ScriptedRolloutCtl(lambda _: next(answers))  # pyright: ignore[reportArgumentType]
+    loop = settings(tmp_path, tiny_model_folder, 1).build(rollout, None, system=system)
+    states = await loop.generate_group(make_states())
+    assert sorted(state.status.value for state in states) == ["completed", "failed"]
+    assert "scripted failure" in str(next(s.error_msg for s in states if s.status is Status.FAILED))
+
+
+async def test_a_router_spreads_groups_and_a_dead_engine_ends_them(
+    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    dead = False
+    rollout = ScriptedRolloutCtl(lambda _: ActorDiedError("rollout/0 died") if dead else [5])
+    loop = settings(tmp_path, tiny_model_folder, 2).build(rollout, None, system=system)
+    assert isinstance(loop, RouterAgentLoop)
+    await loop.ready()
+    pids: set[int] = set()
+
+    async def run() -> None:
+        pids.update(state.extra_fields["pid"] for state in await loop.generate_group(make_states(1)))
+
+    async with anyio.create_task_group() as running:
+        running.start_soon(run)
+        running.start_soon(run)
+    assert len(pids) == 2
+    assert loop.get_worker_status() == {"agent_loop/0": 0, "agent_loop/1": 0}
+    dead = True
+    with pytest.raises(ActorDiedError, match="rollout/0 died"):
+        await loop.generate_group(make_states(1))
+    await loop.aclose()

@@ -1,0 +1,121 @@
+"""How agents generate: a request id, token ids and a dict of sampling parameters; token ids come back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from xrl_lite.agent_loop.base import RolloutCtl
+from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.errors import ConfigError, RolloutError, did_you_mean
+
+_ALIASES = {"max_new_tokens": "max_tokens", "stop": "stops", "seed": "sampling_seed"}
+_WITHOUT_EFFECT = {"logprobs", "detokenize", "output_kind", "include_stop_str_in_output"}
+
+
+class TokenOutputLike(Protocol):
+    """One response."""
+
+    token_ids: list[int]
+    """Sampled tokens."""
+    log_probs: list[float] | None
+    """One per token."""
+    stop_reason: str | None
+    """completed or aborted."""
+    extra_fields: dict[str, Any]
+    """``policy_versions`` per token and ``finish_reason``, where the client tells them."""
+
+
+class LLMClient(Protocol):
+    """Generates for agents, as verl's server client does."""
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]
+    ) -> TokenOutputLike:
+        """Return the response to a prompt. Requests of one id are served by one replica.
+
+        Raises:
+            RolloutError: the response could not be generated.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class TokenOutput:
+    """One response; see `TokenOutputLike`."""
+
+    token_ids: list[int]
+    """Sampled tokens."""
+    log_probs: list[float] | None = None
+    """One per token."""
+    stop_reason: str | None = "completed"
+    """completed or aborted."""
+    extra_fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    """``policy_versions`` per token and ``finish_reason``."""
+
+
+class StateClient:
+    """An `LLMClient` over whatever generates states.
+
+    Args:
+        rollout_ctl: Generates.
+        sample_params: What the parameters of a request do not say.
+        task_name: Goes into the seeds, as that of the states.
+    """
+
+    def __init__(self, rollout_ctl: RolloutCtl, *, sample_params: SampleParams, task_name: str | None = None) -> None:
+        self._rollout_ctl = rollout_ctl
+        self._sample_params = sample_params
+        self._task_name = task_name
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]
+    ) -> TokenOutput:
+        """Return the response to a prompt; its seed follows from request id and length of the prompt.
+
+        Raises:
+            ConfigError: a sampling parameter is unknown or out of range.
+            RolloutError: the response could not be generated.
+        """
+        state = RolloutState(
+            message=[],
+            prompt_ids=list(prompt_ids),
+            # the turn belongs to the id, since equal ids have equal seeds
+            rollout_id=f"{request_id}/{len(prompt_ids)}",
+            session_id=request_id,
+            task_name=self._task_name,
+            sample_params=merge_sampling_params(self._sample_params, sampling_params),
+        )
+        state = await self._rollout_ctl.generate(state)
+        if state.status is Status.FAILED:
+            raise RolloutError(state.error_msg or f"request {request_id} failed")
+        return TokenOutput(
+            token_ids=list(state.response_ids or []),
+            log_probs=list(state.logprobs or []),
+            stop_reason="aborted" if state.status is Status.ABORTED else "completed",
+            extra_fields={
+                "policy_versions": list(state.response_model_steps or []),
+                "finish_reason": state.finish_reason,
+            },
+        )
+
+
+def merge_sampling_params(base: SampleParams, params: Mapping[str, Any]) -> SampleParams:
+    """Return sample parameters with those of a request in their place, under the names of verl and vLLM too.
+
+    Raises:
+        ConfigError: one is unknown or out of range.
+    """
+    fields = base.model_dump()
+    for name, value in params.items():
+        own = _ALIASES.get(name, name)
+        if own in SampleParams.model_fields:
+            fields[own] = [value] if own == "stops" and isinstance(value, str) else value
+        elif name not in _WITHOUT_EFFECT:
+            known = [*SampleParams.model_fields, *_ALIASES]
+            raise ConfigError(f"Unknown sampling parameter {name!r}.{did_you_mean(name, known)}")
+    try:
+        return SampleParams(**fields)
+    except ValueError as error:
+        raise ConfigError(f"The sampling parameters {dict(params)!r} cannot be used: {error}") from error

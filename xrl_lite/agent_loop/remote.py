@@ -1,0 +1,300 @@
+"""Agent loops in processes of their own; generating and judging stay here.
+
+::
+
+    here                                              there (an actor)
+    RemoteAgentLoop --generate_group(states)--------> loop.generate_group
+         ^   '------<- take: generate this state ---- rollout_ctl stand-in
+         '------------ answer: the state -----------> ...
+                    <- the finished states
+
+Each group has its own line of requests, so a group that is cancelled takes its requests along.
+
+Waits for    the loop there; requests it makes meanwhile; what they ask for
+Is woken by  its end, which ends the waiting for requests
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import anyio
+
+from xrl_lite import actors
+from xrl_lite.actors import ActorHandle, CPUResourcesConfig, register_cpu_resources, unregister_cpu_resources
+from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
+from xrl_lite.data import RolloutState, SampleParams
+from xrl_lite.errors import errors_as_themselves
+
+if TYPE_CHECKING:
+    from xrl_lite.actors import ActorSystem
+
+Asked = Literal["generate", "judge", "batch_judge"]
+
+_MAX_CONCURRENCY = 65_536
+_GROUP: ContextVar[str] = ContextVar("group of the request")
+
+
+@dataclass
+class _Line:
+    """Requests of one group."""
+
+    waiting: list[tuple[int, Asked, Any]] = field(default_factory=list[tuple[int, Asked, Any]])
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LoopHost:
+    """Runs a loop inside an actor.
+
+    Args:
+        config: Settings of the loop.
+        has_judger: Whether there is a judger on the other side.
+    """
+
+    def __init__(self, config: AgentLoopConfig, has_judger: bool) -> None:
+        self._lines: dict[str, _Line] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count()
+        stand_in = _StandIn(self)
+        self._loop = config.build_local(stand_in, stand_in if has_judger else None)
+
+    async def generate_group(
+        self, group: str, states: list[RolloutState], sample_params: SampleParams | None
+    ) -> list[RolloutState]:
+        """Run a group; its requests are taken with `take`."""
+        _GROUP.set(group)
+        self._lines.setdefault(group, _Line())
+        try:
+            return await self._loop.generate_group(states, sample_params=sample_params)
+        finally:
+            del self._lines[group]
+
+    async def take(self, group: str) -> list[tuple[int, Asked, Any]]:
+        """Return what a group asks for, waiting until it asks for something."""
+        line = self._lines.setdefault(group, _Line())
+        await line.changed.wait()
+        line.changed.clear()
+        taken, line.waiting = line.waiting, []
+        return taken
+
+    async def answer(self, number: int, value: Any, error: BaseException | None) -> None:
+        """Hand over what came of a request."""
+        future = self._answers.get(number)
+        if future is None or future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    async def loop_ready(self) -> None:
+        """Wait until the loop can serve."""
+        await self._loop.ready()
+
+    async def pause(self) -> None:
+        """Pause the loop."""
+        await self._loop.pause()
+
+    async def aclose(self) -> None:
+        """Give back what the loop holds."""
+        await self._loop.aclose()
+
+    async def ask(self, what: Asked, payload: Any) -> Any:
+        """Ask the other side and wait for the answer; cancelling withdraws nothing that was taken already."""
+        number = next(self._numbers)
+        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        line = self._lines[_GROUP.get()]
+        line.waiting.append((number, what, payload))
+        line.changed.set()
+        try:
+            return await future
+        finally:
+            del self._answers[number]
+
+
+class _StandIn:
+    """Stands for generation and judger inside the actor."""
+
+    def __init__(self, host: LoopHost) -> None:
+        self._host = host
+
+    async def generate(self, state: RolloutState) -> RolloutState:
+        return await self._host.ask("generate", state)
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        return await self._host.ask("judge", rollout_state)
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        return await self._host.ask("batch_judge", rollout_states)
+
+
+class RemoteAgentLoop(AgentLoop):
+    """A loop in a process. States come back as copies.
+
+    Args:
+        config: Settings of the loop.
+        host: Its actor.
+        rollout_ctl: Generates.
+        judger: Scores.
+    """
+
+    def __init__(
+        self, config: AgentLoopConfig, host: ActorHandle, rollout_ctl: RolloutCtl, judger: StateJudger | None
+    ) -> None:
+        super().__init__(rollout_ctl, judger, sample_params=config.sample_params)
+        self.host = host
+        self.num_running = 0
+        """Groups that it works on."""
+        self.on_close: Callable[[], None] | None = None
+        """Called once when it is closed; gives back CPU slots."""
+
+    async def generate_sample(self, rollout_state: RolloutState) -> list[RolloutState]:
+        return await self.generate_group([rollout_state], sample_params=rollout_state.sample_params)
+
+    async def generate_group(
+        self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
+    ) -> list[RolloutState]:
+        group = uuid.uuid4().hex
+        self.num_running += 1
+        try:
+            with errors_as_themselves():
+                async with anyio.create_task_group() as serving:
+                    serving.start_soon(self._serve, group)
+                    finished = await self.host.generate_group.remote(group, list(rollout_states), sample_params)
+                    serving.cancel_scope.cancel()
+            return finished
+        finally:
+            self.num_running -= 1
+
+    async def ready(self) -> None:
+        await self.host.ready()
+        await self.host.loop_ready.remote()
+
+    async def pause(self) -> None:
+        async with anyio.create_task_group() as pausing:
+            pausing.start_soon(super().pause)
+            pausing.start_soon(self._pause_host)
+
+    async def aclose(self) -> None:
+        """End the process."""
+        if not self.host.is_down:
+            await self.host.aclose.remote()
+        await self.host.stop()
+        if self.on_close is not None:
+            self.on_close()
+            self.on_close = None
+
+    async def _pause_host(self) -> None:
+        await self.host.pause.remote()
+
+    async def _serve(self, group: str) -> None:
+        async with anyio.create_task_group() as answering:
+            while True:
+                for number, what, payload in await self.host.take.remote(group):
+                    answering.start_soon(self._answer, number, what, payload)
+
+    async def _answer(self, number: int, what: Asked, payload: Any) -> None:
+        try:
+            if what == "generate":
+                value: Any = await self.rollout_ctl.generate(payload)
+            else:
+                assert self.judger is not None, "the host knows whether there is one"
+                value = await getattr(self.judger, what)(payload)
+        except Exception as error:  # noqa: BLE001 - raised again where it was asked for
+            await self.host.answer.remote(number, None, error)
+        else:
+            await self.host.answer.remote(number, value, None)
+
+
+class RouterAgentLoop(AgentLoop):
+    """Several loops in processes; a group goes to the one with fewest, in turn among equals.
+
+    Args:
+        loops: The loops.
+        config: Settings of each.
+    """
+
+    def __init__(self, loops: Sequence[RemoteAgentLoop], config: AgentLoopConfig) -> None:
+        super().__init__(loops[0].rollout_ctl, loops[0].judger, sample_params=config.sample_params)
+        self._loops = list(loops)
+        self._turn = 0
+
+    async def generate_sample(self, rollout_state: RolloutState) -> list[RolloutState]:
+        return await self._pick().generate_sample(rollout_state)
+
+    async def generate_group(
+        self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
+    ) -> list[RolloutState]:
+        return await self._pick().generate_group(rollout_states, sample_params=sample_params)
+
+    async def ready(self) -> None:
+        for loop in self._loops:
+            await loop.ready()
+
+    async def pause(self) -> None:
+        async with anyio.create_task_group() as pausing:
+            for loop in self._loops:
+                pausing.start_soon(loop.pause)
+
+    async def aclose(self) -> None:
+        """End the processes."""
+        async with anyio.create_task_group() as ending:
+            for loop in self._loops:
+                ending.start_soon(loop.aclose)
+
+    def get_worker_status(self) -> dict[str, int]:
+        """Return how many groups each loop works on, by the name of its actor."""
+        return {loop.host.name: loop.num_running for loop in self._loops}
+
+    def _pick(self) -> RemoteAgentLoop:
+        count = len(self._loops)
+        turn = [self._loops[(self._turn + step) % count] for step in range(count)]
+        living = [loop for loop in turn if not loop.host.is_down] or turn
+        chosen = min(living, key=lambda loop: loop.num_running)
+        self._turn = (self._loops.index(chosen) + 1) % count
+        return chosen
+
+
+def build_remote(
+    config: AgentLoopConfig,
+    resources: CPUResourcesConfig,
+    rollout_ctl: RolloutCtl,
+    judger: StateJudger | None,
+    *,
+    model_path: str | None = None,
+    system: ActorSystem | None = None,
+) -> AgentLoop:
+    """Start the processes of a loop, and a router where there are several.
+
+    Raises:
+        ResourceError: there are not enough CPU slots.
+    """
+    located = config if config.hf_checkpoint else config.model_copy(update={"hf_checkpoint": model_path})
+    pool = register_cpu_resources(f"agent_loop:{type(config).__name__}", resources)
+    loops: list[RemoteAgentLoop] = []
+    try:
+        for number in range(resources.num_workers):
+            host = (system or actors.default_system()).spawn(
+                LoopHost,
+                located,
+                judger is not None,
+                name=f"agent_loop/{number}",
+                num_cpus=resources.num_cpus_per_worker,
+                memory_bytes=resources.cpu_memory_per_worker,
+                max_concurrency=_MAX_CONCURRENCY,
+            )
+            loops.append(RemoteAgentLoop(located, host, rollout_ctl, judger))
+    except BaseException:
+        for loop in loops:
+            loop.host.kill()
+        unregister_cpu_resources(pool)
+        raise
+    loops[-1].on_close = partial(unregister_cpu_resources, pool)
+    return loops[0] if len(loops) == 1 else RouterAgentLoop(loops, located)
