@@ -206,7 +206,7 @@ async def test_one_seed_gives_one_response_and_others_give_others(engine: Engine
 async def test_more_prompts_than_are_computed_at_once_are_served(engine: Engine) -> None:
     states = [fresh(number, max_tokens=2) for number in range(64)]
     for number, state in enumerate(states):
-        state.prompt_ids = [5 + number, *([6] * 90)]
+        state.prompt_ids = [10 + number, *([6] * 90)]
     for state in await engine.run(*states):
         assert state.status is Status.COMPLETED, state.error_msg
 
