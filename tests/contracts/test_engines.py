@@ -203,6 +203,14 @@ async def test_one_seed_gives_one_response_and_others_give_others(engine: Engine
     assert len({tuple(state.response_ids or []) for state in first}) > 1
 
 
+async def test_more_prompts_than_are_computed_at_once_are_served(engine: Engine) -> None:
+    states = [fresh(number, max_tokens=2) for number in range(64)]
+    for number, state in enumerate(states):
+        state.prompt_ids = [10 + number, *([6] * 90)]
+    for state in await engine.run(*states):
+        assert state.status is Status.COMPLETED, state.error_msg
+
+
 async def test_a_stop_token_ends_a_response_and_stays_in_it(engine: Engine) -> None:
     only(engine, "torch", "vllm", "openai", "bigram")
     (whole,) = await engine.run(fresh(1))

@@ -221,7 +221,12 @@ def _arguments(config: RolloutConfig, model_path: str, *, known: Any, on_cpu: bo
         "seed": 0,
     }
     if on_cpu:
-        arguments |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        # for a prompt that is computed in pieces vLLM rewinds the request's generator, and dies: on a CPU none can be
+        arguments |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": CPU_CACHE_BYTES,
+            "enable_chunked_prefill": False,
+        }
     return {name: value for name, value in (arguments | config.engine_options).items() if value is not None}
 
 
