@@ -19,6 +19,7 @@
     ├── JudgerError                      judging as a whole cannot go on (the first N judgements all failed)
     ├── RolloutError                     generation failed for one request; becomes a FAILED sample
     ├── WeightSyncError                  a replica did not end up with the weights it was sent
+    ├── RankError                        a training rank lost the others; names rank and phase
     ├── CheckpointError                  a checkpoint cannot be written or read
     └── RunError                         the run cannot go on; says why and what to do
 
@@ -98,6 +99,10 @@ class RolloutError(XrlLiteError):
 
 class WeightSyncError(XrlLiteError):
     """A replica did not end up with the weights that it was sent."""
+
+
+class RankError(XrlLiteError):
+    """A training rank lost the others: one died, raised, or did not come to a collective in time."""
 
 
 class CheckpointError(XrlLiteError):

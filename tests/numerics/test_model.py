@@ -741,3 +741,18 @@ def test_entropy_in_the_loss_keeps_the_policy_broad(tiny_model_folder: Path) -> 
         worker = make_worker(tiny_model_folder, entropy_coeff=coefficient)
         after.append([worker.train_batch(make_batch())["entropy"] for _ in range(5)][-1])
     assert after[1] > after[0]
+
+
+def test_deltas_are_what_changed_since_the_last_look(tiny_model_folder: Path) -> None:
+    engine = make_engine(tiny_model_folder)
+    with pytest.raises(RuntimeError, match="prime_delta_snapshots"):
+        next(engine.get_per_tensor_param_delta_shard())
+    engine.prime_delta_snapshots()
+    before = {shard.name: shard.values.clone() for shard in engine.get_per_tensor_param_shard()}
+    name, parameter = next(engine.get_per_tensor_param())
+    parameter.view(-1)[[3, 40]] += 1.0
+    (delta,) = engine.get_per_tensor_param_delta_shard()
+    assert (delta.name, delta.shape, delta.indices.tolist()) == (name, tuple(parameter.shape), [3, 40])
+    before[name].view(-1)[delta.indices] = delta.values
+    assert torch.equal(before[name], parameter)
+    assert not list(engine.get_per_tensor_param_delta_shard())

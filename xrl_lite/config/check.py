@@ -89,7 +89,10 @@ def describe_model(config: RunConfig) -> str:
 
 def planned_actors(config: RunConfig, judger_config: AnyJudgerConfig) -> Iterator[PlannedActor]:
     """Yield every actor of the run with what it takes."""
-    yield PlannedActor(name="engine/0", num_cpus=config.engine.num_cpus, num_threads=config.engine.num_threads)
+    for rank in range(config.engine.num_ranks):
+        yield PlannedActor(
+            name=f"engine/{rank}", num_cpus=config.engine.num_cpus, num_threads=config.engine.num_threads
+        )
     for number in range(config.rollout.num_replicas):
         yield PlannedActor(
             name=f"rollout/{number}", num_cpus=config.rollout.num_cpus, num_threads=config.rollout.num_threads

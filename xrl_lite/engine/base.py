@@ -5,12 +5,13 @@ An engine holds the model and its optimizer on one rank. It knows tensors and lo
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from xrl_lite.errors import ConfigError, UnknownNameError, did_you_mean
 from xrl_lite.registry import load_object
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from xrl_lite.engine.config import EngineConfig
 
 T = TypeVar("T")
+
+DEVICE_VARIABLE = "XRL_LITE_ENGINE_DEVICE"
+VENDOR_VARIABLE = "XRL_LITE_ENGINE_VENDOR"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +58,34 @@ class TokenOutputs:
     """(T, k)."""
     candidate_logprobs: Tensor | None = None
     """(T, k) of `PackedBatch.candidates`, where there are any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightShard:
+    """The part of a weight that one rank holds: whole rows, the last of a rank's weights perhaps none."""
+
+    name: str
+    """Hugging Face name of the weight."""
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    first_row: int
+    """Row of the whole weight that `values` begins with."""
+    values: Tensor
+    """(R, *shape[1:]) this rank's rows; of shape () where the weight has that shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightDelta:
+    """What became of this rank's part of a weight since `BaseEngine.prime_delta_snapshots`."""
+
+    name: str
+    """Hugging Face name of the weight."""
+    shape: tuple[int, ...]
+    """Of the whole weight."""
+    indices: Tensor
+    """(N,) int64 into the flattened whole weight, ascending: the values that changed."""
+    values: Tensor
+    """(N,) what they are now."""
 
 
 LossFunction = Callable[["TokenOutputs", "PackedBatch"], "Tensor"]
@@ -89,6 +121,7 @@ class BaseEngine(ABC):
         self._seed = seed
         self._keep_reference = keep_reference
         self._teacher_path = teacher_path
+        self._snapshots: dict[str, Tensor] = {}
 
     @abstractmethod
     def initialize(self) -> None:
@@ -132,7 +165,14 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole of each weight under its Hugging Face name."""
+        """Yield the whole of each weight under its Hugging Face name.
+
+        Every rank has to go through all of it; ranks other than 0 may be given nothing.
+        """
+
+    @abstractmethod
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        """Yield the part of each weight that this rank holds. No collective: ranks may be read one by one."""
 
     @abstractmethod
     def get_data_parallel_rank(self) -> int:
@@ -158,6 +198,66 @@ class BaseEngine(ABC):
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Compute with the initial policy while inside: without the adapter, or with the frozen copy."""
 
+    @abstractmethod
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        """Move what is named to a device, with gradients where the model goes.
+
+        Args:
+            device: ``cpu``, or the device the engine computes on.
+            model: The weights.
+            optimizer: The state of the optimizer.
+        """
+
+    def get_data_parallel_group(self) -> Any:
+        """Return the process group of the data-parallel ranks; None where the rank is alone."""
+        return None
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether this rank has the outputs: false for all but one of the ranks that share a model and a batch."""
+        return True
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        """Whether the weights lie in CPU memory while nothing is computed."""
+        return False
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        """Whether the state of the optimizer lies in CPU memory except for updates."""
+        return False
+
+    def prime_delta_snapshots(self) -> None:
+        """Keep a copy of this rank's weights, in CPU memory, that `get_per_tensor_param_delta_shard` compares with."""
+        self._snapshots = {
+            shard.name: shard.values.detach().to("cpu", copy=True) for shard in self.get_per_tensor_param_shard()
+        }
+
+    def get_per_tensor_param_delta_shard(self) -> Iterator[WeightDelta]:
+        """Yield what changed in this rank's weights since the last call, or since `prime_delta_snapshots`.
+
+        Weights in which no bit changed are left out.
+
+        Raises:
+            RuntimeError: there is no snapshot.
+        """
+        if not self._snapshots:
+            raise RuntimeError("There is nothing to compare with: call prime_delta_snapshots() first.")
+        for shard in self.get_per_tensor_param_shard():
+            now, before = shard.values.detach().cpu(), self._snapshots[shard.name]
+            # a NaN is unlike itself, and would be sent for ever rather than once too few
+            changed = (now != before).flatten().nonzero().squeeze(1)
+            if not len(changed):
+                continue
+            values = now.flatten()[changed]
+            before.view(-1)[changed] = values
+            row_size = now[0].numel() if now.dim() else 1
+            yield WeightDelta(
+                name=shard.name, shape=shard.shape, indices=changed + shard.first_row * row_size, values=values
+            )
+
+    def accumulate(self, *, is_last: bool) -> None:
+        """Called before each micro-batch of an update: only after the last do the ranks need the summed gradients."""
+
     def use_teacher(self) -> AbstractContextManager[None]:
         """Compute with the teacher while inside."""
         raise ConfigError(f"{type(self).__name__} cannot hold a teacher: set algorithm.distillation to null.")
@@ -177,7 +277,8 @@ class BaseEngine(ABC):
         """Make one update from several micro-batches; return the gradient norm as `grad_norm`."""
         with self.train_mode():
             self.optimizer_zero_grad()
-            for batch in batches:
+            for number, batch in enumerate(batches, start=1):
+                self.accumulate(is_last=number == len(batches))
                 self.forward_backward_batch(batch, loss_function, temperature=temperature, request=request)
             return {"grad_norm": self.optimizer_step()}
 
@@ -196,7 +297,7 @@ class BaseEngine(ABC):
 
 
 class EngineRegistry:
-    """Engines by model type, backend, and device or (device, vendor)."""
+    """Engines by model type, backend, and (device, vendor) or device."""
 
     _table: dict[tuple[str, str, str, str | None], str | type[BaseEngine]] = {  # noqa: RUF012 - the registry itself
         ("language_model", "fsdp2", "cpu", None): "xrl_lite.engine.language_model:LanguageModelEngine",
@@ -205,19 +306,31 @@ class EngineRegistry:
 
     @classmethod
     def register(
-        cls, model_type: str, backend: str, device: str = "cuda", vendor: str | None = None
+        cls,
+        model_type: str,
+        backend: str | Sequence[str],
+        device: str | Sequence[str] = "cuda",
+        vendor: str | Sequence[str] | None = None,
     ) -> Callable[[type[BaseEngine]], type[BaseEngine]]:
         """Return a decorator that registers an engine of user code.
 
+        Args:
+            model_type: ``language_model`` or ``value_model``.
+            backend: Name or names that `EngineConfig.backend` may have for it.
+            device: Device or devices it is for, as torch calls them.
+            vendor: Vendor or vendors it is for, see `PlatformBase.vendor_name`; None is any vendor's device.
+
         Raises:
-            AssertionError: the class is not a BaseEngine, or the place is taken.
+            AssertionError: the class is not a BaseEngine, or a place is taken.
         """
+        vendors = [None] if vendor is None else _listed(vendor)
 
         def decorate(engine: type[BaseEngine]) -> type[BaseEngine]:
-            assert issubclass(engine, BaseEngine), f"{engine!r} must inherit BaseEngine"
-            key = (model_type, backend, device, vendor)
-            assert cls._table.get(key, engine) is engine, f"{key} is taken by {cls._table[key]!r}"
-            cls._table[key] = engine
+            assert isinstance(engine, type) and issubclass(engine, BaseEngine), f"{engine!r} must inherit BaseEngine"  # noqa: PT018
+            keys = [(model_type, b, d, v) for b in _listed(backend) for d in _listed(device) for v in vendors]
+            for key in keys:
+                assert cls._table.get(key, engine) is engine, f"{key} is taken by {cls._table[key]!r}"
+            cls._table.update(dict.fromkeys(keys, engine))
             return engine
 
         return decorate
@@ -233,18 +346,51 @@ class EngineRegistry:
             )
 
     @classmethod
-    def get(cls, model_type: str, backend: str, device: str, vendor: str | None = None) -> type[BaseEngine]:
-        """Return the engine for (device, vendor), else for the device.
+    def find(
+        cls,
+        model_type: str,
+        backend: str,
+        *,
+        device: str,
+        vendor: str | None,
+        environment: Mapping[str, str] = os.environ,
+    ) -> type[BaseEngine]:
+        """Return the engine for this machine: what ``XRL_LITE_ENGINE_DEVICE`` and ``_VENDOR`` say goes before it.
 
         Raises:
-            ConfigError: there is none; lists what there is.
+            ConfigError: there is none.
         """
-        for key in ((model_type, backend, device, vendor), (model_type, backend, device, None)):
-            found = cls._table.get(key)
+        device = environment.get(DEVICE_VARIABLE, "").strip() or device
+        vendor = environment.get(VENDOR_VARIABLE, "").strip() or vendor
+        return cls.get(model_type, backend, device, vendor)
+
+    @classmethod
+    def get(cls, model_type: str, backend: str, device: str, vendor: str | None = None) -> type[BaseEngine]:
+        """Return the engine for (device, vendor), else for the device, else on ``cuda`` that of ``nvidia``.
+
+        Raises:
+            UnknownNameError: no engine has such a model type or backend.
+            ConfigError: there is none for this device; lists what there is.
+        """
+        for what, name, position in (("model type", model_type, 0), ("training engine", backend, 1)):
+            names = sorted({str(key[position]) for key in cls._table})
+            if name not in names:
+                raise UnknownNameError(
+                    f"Unknown {what} {name!r}.{did_you_mean(name, names)} Known: {', '.join(names)}."
+                )
+        places = [(device, vendor), (device, None)]
+        if device == "cuda" and vendor != "nvidia":
+            places.append((device, "nvidia"))  # chips that speak CUDA mostly can do what NVIDIA's do
+        for place in places:
+            found = cls._table.get((model_type, backend, *place))
             if found is not None:
                 return load_object(found) if isinstance(found, str) else found
-        known = ", ".join(sorted({f"{m}/{b} on {d}" for m, b, d, _ in cls._table}))
+        known = ", ".join(sorted({f"{m}/{b} on {d}" + (f" of {v}" if v else "") for m, b, d, v in cls._table}))
         raise ConfigError(
             f"No training engine for model type {model_type!r}, backend {backend!r}, device {device!r}, "
             f"vendor {vendor!r}. There are: {known}."
         )
+
+
+def _listed(names: str | Sequence[str]) -> list[str]:
+    return [names] if isinstance(names, str) else list(names)

@@ -42,17 +42,30 @@ class EngineConfig(Settings):
     backend: str = "fsdp2"
     """Name of the training engine."""
 
-    num_ranks: Literal[1] = 1
-    """Processes that train together; one for now."""
+    num_ranks: int = Field(default=1, gt=0)
+    """Processes that train together, each with a share of every batch and, with ``fsdp2``, of the weights."""
 
     num_cpus: float = Field(default=0.5, gt=0)
     """CPU slots a rank takes. Rollout and training take turns on a CPU, so together they need one machine, not two."""
 
     num_threads: int | None = Field(default=None, gt=0)
-    """Compute threads of a rank; all CPUs of the machine when not given."""
+    """Compute threads of a rank; when not given, all CPUs of the machine, divided by the ranks."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and arithmetic."""
+    """Type of the weights and, unless `compute_dtype` says otherwise, of the arithmetic."""
+
+    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type the layers compute in while weights and optimizer keep `dtype` (mixed precision); None is `dtype`."""
+
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over the ranks, where it differs from `compute_dtype`."""
+
+    reshard_after_forward: bool = True
+    """Let go of a layer's weights after its forward pass and gather them again for its backward pass. False needs more
+    memory and less communication."""
+
+    export_bucket_bytes: int = Field(default=256 << 20, gt=0)
+    """Weights that are gathered from all ranks at once, to be handed over."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
@@ -74,6 +87,15 @@ class EngineConfig(Settings):
 
     step_timeout_s: float = Field(default=3600.0, gt=0)
     """Limit for one optimizer step, one export of weights, or one checkpoint."""
+
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest wait of a rank for the others inside a step. Whose process ended or raised is known at once, without
+    it."""
+
+    @property
+    def always_shards(self) -> bool:
+        """Whether a single rank goes the way of several too: mixed precision is theirs."""
+        return self.compute_dtype not in (None, self.dtype)
 
     @property
     def produces(self) -> frozenset[str]:

@@ -1,30 +1,55 @@
 """The training ranks as seen from the driver: one call reaches them all.
 
+::
+
+    train_batch --> engine/0 .. engine/n-1, each with the whole batch --> answer of engine/0
+                       '--> one dies or raises: the others are ended, its error is raised
+
 Waits for    the ranks, each call with the deadline of `EngineConfig`
-Is woken by  the actor layer: a result, the rank's own exception, its death, or the deadline
+Is woken by  the actor layer: a result, a rank's own exception, its death, or the deadline
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
+from xrl_lite.actors import share
 from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
+from xrl_lite.errors import ActorDiedError, ActorError, RankError
+from xrl_lite.log import get_logger
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable
+
     from torch import Tensor
 
     from xrl_lite.actors import ActorSystem
     from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender
 
+logger = get_logger(__name__)
+
+_OTHERS_WITHIN_S = 2.0
+"""How long, after a first rank failed, the others have to say what they failed of: the first to notice that a rank is
+lost is not the one that was lost."""
+
 
 class TrainingController:
     """Starts the ranks and speaks to them.
+
+    A call ends for all ranks together. When one of them dies or raises, the others are ended within seconds, whatever
+    they wait for, and the error of the one that began it is raised; the controller then takes no more calls, since
+    fresh ranks would have the initial weights. A single rank that raises stays.
 
     Args:
         system: Where the ranks run.
@@ -46,31 +71,46 @@ class TrainingController:
         seed: int,
     ) -> None:
         from xrl_lite.actors import RestartPolicy
+        from xrl_lite.engine.ranks import RankPlace
         from xrl_lite.engine.worker import EngineWorker  # loads torch
 
         self._config = config
-        self._rank: Any = system.spawn(
-            EngineWorker,
-            kwargs={
-                "config": config,
-                "algorithm": algorithm,
-                "model_path": model_path,
-                "num_updates": num_updates,
-                "seed": seed,
-            },
-            name="engine/0",
-            num_cpus=config.num_cpus,
-            num_accelerators=min(1, system.num_accelerators),  # it sees none that it does not claim
-            num_threads=config.num_threads or len(os.sched_getaffinity(0)),
-            preload=MODEL_MODULES,
-            start_timeout_s=config.start_timeout_s,
-            # a fresh rank has the initial weights: going on with them would silently undo the training
-            restart=RestartPolicy(max_restarts=0),
-        )
+        size = config.num_ranks
+        meeting = Path(tempfile.mkdtemp(prefix="xrl-lite-ranks-"))
+        weakref.finalize(self, shutil.rmtree, meeting, ignore_errors=True)
+        self._ranks: list[Any] = []
+        try:
+            for rank in range(size):
+                place = RankPlace(
+                    rank=rank, num_ranks=size, meeting=meeting / "store", timeout_s=config.collective_timeout_s
+                )
+                handle = system.spawn(
+                    EngineWorker,
+                    kwargs={
+                        "config": config,
+                        "algorithm": algorithm,
+                        "model_path": model_path,
+                        "num_updates": num_updates,
+                        "seed": seed,
+                        "place": place,
+                    },
+                    name=f"engine/{rank}",
+                    num_cpus=config.num_cpus,
+                    num_accelerators=min(1, system.num_accelerators),  # it sees none that it does not claim
+                    num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // size),
+                    preload=MODEL_MODULES,
+                    start_timeout_s=config.start_timeout_s,
+                    # a fresh rank has the initial weights: going on with them would silently undo the training
+                    restart=RestartPolicy(max_restarts=0),
+                )
+                self._ranks.append(handle)
+        except BaseException:
+            self.kill()  # those that were started wait for the one that could not be
+            raise
 
     async def ready(self) -> None:
         """Wait until every rank has loaded the model."""
-        await self._rank.ready()
+        await self._together("loading the model", [rank.ready() for rank in self._ranks])
 
     async def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
         """Return quantities of the response tokens under the present weights; 0 where a token is not trained on.
@@ -79,23 +119,23 @@ class TrainingController:
             batch: The trajectories.
             names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
         """
-        return await self._rank.measure.options(timeout_s=self._config.step_timeout_s).remote(batch, names)
+        return await self._call("measure", self._for_all(batch), names)
 
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step; return its metrics."""
-        return await self._rank.train_batch.options(timeout_s=self._config.step_timeout_s).remote(batch)
+        return await self._call("train_batch", self._for_all(batch))
 
     async def export_weights(self) -> dict[str, Tensor]:
         """Return every weight under its Hugging Face name."""
-        return await self._rank.export_weights.options(timeout_s=self._config.step_timeout_s).remote()
+        return await self._call("export_weights")
 
     async def devices(self) -> list[str]:
         """Return where the weights are."""
-        return await self._rank.devices.remote()
+        return await self._call("devices")
 
     async def attach_weights(self, sender: WeightSender) -> None:
-        """Give the ranks their end of the way on which weights leave."""
-        await self._call("attach_weights", sender)
+        """Give the first rank its end of the way on which weights leave."""
+        await self._ask_first("attach_weights", sender)
 
     async def open_weights(self, version: int) -> WeightOffer:
         """Begin to hand over the present weights, as `version`."""
@@ -103,20 +143,77 @@ class TrainingController:
 
     async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
         """Hand over a bucket."""
-        return await self._call("send_weights", number, num_receivers)
+        return await self._ask_first("send_weights", number, num_receivers)
 
     async def close_weights(self) -> None:
         """End handing over."""
-        await self._call("close_weights")
+        await self._ask_first("close_weights")
 
     async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         """Write the state of the ranks into a folder that does not exist yet."""
-        save = self._rank.save_checkpoint.options(timeout_s=self._config.step_timeout_s)
-        await save.remote(folder, hf_folder=hf_folder)
+        await self._call("save_checkpoint", folder, hf_folder=hf_folder)
 
     async def load_checkpoint(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
-        await self._rank.load_checkpoint.options(timeout_s=self._config.step_timeout_s).remote(folder)
+        """Go on from a checkpoint, whatever number of ranks it is of."""
+        await self._call("load_checkpoint", folder)
 
-    async def _call(self, method: str, *arguments: Any) -> Any:
-        return await self._rank.method_named(method).options(timeout_s=self._config.step_timeout_s).remote(*arguments)
+    def kill(self) -> None:
+        """End all ranks at once and for good."""
+        for rank in self._ranks:
+            rank.kill()
+
+    async def stop(self, grace_s: float = 5.0) -> None:
+        """Let the ranks end what they do, by force after `grace_s`, and wait until nothing of them is left."""
+        for stopping in [rank.stop(grace_s) for rank in self._ranks]:
+            await stopping
+
+    def _for_all(self, batch: TrainBatch) -> Any:
+        return batch if len(self._ranks) == 1 else share(batch)
+
+    async def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method on every rank and return what the first one answers."""
+        within = self._config.step_timeout_s
+        calls = [getattr(rank, method).options(timeout_s=within).remote(*args, **kwargs) for rank in self._ranks]
+        return (await self._together(method, calls))[0]
+
+    async def _ask_first(self, method: str, *args: Any) -> Any:
+        """Call a method that is the first rank's alone."""
+        return await getattr(self._ranks[0], method).options(timeout_s=self._config.step_timeout_s).remote(*args)
+
+    async def _together(self, phase: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
+        results: list[Any] = [None] * len(calls)
+        failures: dict[int, Exception] = {}
+        # its deadline is set by the first failure: a rank that waits for the failed one is not waited for
+        scope = anyio.CancelScope()
+
+        async def wait(rank: int, call: Awaitable[Any]) -> None:
+            try:
+                results[rank] = await call
+            except Exception as error:  # noqa: BLE001 raised below, once it is clear whose it is
+                failures[rank] = error
+                scope.deadline = min(scope.deadline, anyio.current_time() + _OTHERS_WITHIN_S)
+
+        try:
+            with scope:
+                async with anyio.create_task_group() as waiting:
+                    for rank, call in enumerate(calls):
+                        waiting.start_soon(wait, rank, call)
+        except BaseException:
+            self.kill()  # cancelled: its process was replaced by one with the initial weights
+            raise
+        if not failures:
+            return results
+        culprit = min(failures, key=lambda rank: (_is_consequence(failures[rank]), rank))
+        error = failures[culprit]
+        if len(calls) > 1:
+            error.add_note(f"Raised by rank {culprit} of {len(calls)} in {phase}; the other ranks were ended.")
+        if len(calls) > 1 or isinstance(error, ActorError):
+            self.kill()
+        raise error
+
+
+def _is_consequence(error: Exception) -> int:
+    """How far an error is from what began it: a death, a rank's own exception, or just being left alone."""
+    if isinstance(error, ActorDiedError):
+        return 0
+    return 2 if isinstance(error, RankError) else 1

@@ -1,4 +1,4 @@
-"""A causal language model under training on one rank, with transformers' own model classes.
+"""A causal language model under training, with transformers' own model classes; on several ranks spread by FSDP2.
 
 T trained tokens of a packed batch, V vocabulary, H hidden size.
 """
@@ -7,41 +7,53 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from xrl_lite.algorithms.packing import PackedBatch
-from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs
+from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs, WeightShard
 from xrl_lite.engine.config import OptimizerConfig
+from xrl_lite.engine.ranks import gather_objects, num_ranks_here, platform_of_rank, rank_here, seed_device
+from xrl_lite.engine.sharding import DTYPES, gather_on_first, own_shard, reshard, shard_model, whole
 from xrl_lite.errors import CheckpointError, ConfigError
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+T = TypeVar("T")
 
 
 class LanguageModelEngine(BaseEngine):
-    """Trains a causal language model on one rank."""
+    """Trains a causal language model on one rank, or on several that share its weights."""
 
     def initialize(self) -> None:
-        torch.manual_seed(self._seed)
+        platform = platform_of_rank()
+        self._device = torch.device(platform.device_name, platform.current_device())
+        if self._device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+        seed_device(platform, self._seed)
         torch.use_deterministic_algorithms(True)
-        self._model = _load_model(self._model_path, self._config.dtype)
+        self._sharded = num_ranks_here() > 1 or self._config.always_shards
+        model = _load_model(self._model_path, self._config.dtype)
+        initial = copy.deepcopy(model).requires_grad_(False).eval() if self._keep_reference else None
+        self._model = self._placed(model)
         self._policy = self._model
-        self._initial: nn.Module | None = None
-        if self._keep_reference:
-            self._initial = copy.deepcopy(self._model).requires_grad_(False).eval()
+        self._initial = None if initial is None else self._placed(initial)
         self._teacher = self._load_teacher(self._teacher_path) if self._teacher_path else None
         optimizer = self._config.optimizer
         self._optimizer = torch.optim.AdamW(
@@ -53,7 +65,6 @@ class LanguageModelEngine(BaseEngine):
         )
         self._update = 0
         self._set_hyperparameters()
-        self._head_is_linear = _head_is_linear(self._model)
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -90,7 +101,8 @@ class LanguageModelEngine(BaseEngine):
         self._optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> float:
-        norm = nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.max_grad_norm).item()
+        total = nn.utils.clip_grad_norm_(self._model.parameters(), self._config.optimizer.max_grad_norm)
+        norm = whole(total).item()  # the same on all ranks, which skip an update together
         if math.isfinite(norm):
             self._optimizer.step()
         else:
@@ -115,21 +127,49 @@ class LanguageModelEngine(BaseEngine):
         temperature: float = 1.0,
         request: OutputRequest = OutputRequest(),  # noqa: B008 - frozen
     ) -> TokenOutputs:
-        logits = self._logits(batch).float() / temperature
-        outputs = token_outputs(logits, batch, request)
+        # an attribute of the model, so that FSDP gathers its weights before and spreads them after
+        outputs = self._policy.token_outputs(_on(self._device, batch), temperature, request)
         if loss_function is not None:
-            loss_function(outputs, batch).backward()
-        return _detached(outputs)
+            loss_function(TokenOutputs(**outputs), batch).backward()
+        elif self._sharded:
+            reshard(self._policy)
+        return TokenOutputs(**{name: None if value is None else value.detach() for name, value in outputs.items()})
+
+    def accumulate(self, *, is_last: bool) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(is_last)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        if self._sharded:
+            yield from gather_on_first(
+                self._model.named_parameters(), bucket_bytes=self._config.export_bucket_bytes, device=self._device
+            )
+            return
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach()
 
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        for name, parameter in self._model.named_parameters():
+            yield own_shard(name, parameter)
+
     def get_data_parallel_rank(self) -> int:
-        return 0
+        return rank_here()
 
     def get_data_parallel_size(self) -> int:
-        return 1
+        return num_ranks_here()
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    def all_gather(self, value: T) -> list[T]:
+        return gather_objects(value)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        if model:
+            self._model.to(device)
+        if optimizer:
+            for state in self._optimizer.state.values():
+                state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
 
     def save_checkpoint(self, folder: Path) -> None:
         try:
@@ -141,6 +181,9 @@ class LanguageModelEngine(BaseEngine):
     def load_checkpoint(self, folder: Path) -> None:
         state = self._state()
         try:
+            held = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+            # more ranks than wrote it: the new ones keep the random numbers of their seed
+            state = {name: value for name, value in state.items() if not name.startswith("rng/") or name in held}
             with _alone_on_purpose():
                 dcp.load(state, checkpoint_id=str(folder))
         except (Exception, CheckpointException) as error:
@@ -150,11 +193,14 @@ class LanguageModelEngine(BaseEngine):
         )
         self._update = int(state["update"])
         self._set_hyperparameters()
-        torch.set_rng_state(state["rng"])
+        self._set_random_state(state)
 
     def save_hf(self, folder: Path) -> None:
+        model = _with_weights(self._model, dict(self.get_per_tensor_param())) if self._sharded else self._model
+        if rank_here() > 0:
+            return
         try:
-            self._model.save_pretrained(folder)
+            model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(self._model_path).save_pretrained(folder)
         except Exception as error:
             raise CheckpointError(f"the model could not be written to {folder}: {error}") from error
@@ -171,17 +217,30 @@ class LanguageModelEngine(BaseEngine):
             "model": model,
             "optimizer": optimizer,
             "update": torch.tensor(self._update),
-            "rng": torch.get_rng_state(),
+            **{f"rng/{rank_here()}/{name}": value for name, value in self._random_state().items()},
         }
+
+    def _random_state(self) -> dict[str, Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self._device.type != "cpu":
+            state["device"] = getattr(torch, self._device.type).get_rng_state()
+        return state
+
+    def _set_random_state(self, state: dict[str, Any]) -> None:
+        own = {name: state.get(f"rng/{rank_here()}/{name}") for name in self._random_state()}
+        if own["cpu"] is not None:
+            torch.set_rng_state(own["cpu"])
+        if own.get("device") is not None:
+            getattr(torch, self._device.type).set_rng_state(own["device"])
 
     @contextmanager
     def _computing_with(self, model: Any) -> Iterator[None]:
-        before = self._policy, self._head_is_linear
-        self._policy, self._head_is_linear = model, _head_is_linear(model) if model is self._teacher else before[1]
+        before = self._policy
+        self._policy = model
         try:
             yield
         finally:
-            self._policy, self._head_is_linear = before
+            self._policy = before
 
     def _load_teacher(self, path: str) -> nn.Module:
         teacher: Any = _load_model(path, self._config.dtype).requires_grad_(False).eval()
@@ -191,20 +250,60 @@ class LanguageModelEngine(BaseEngine):
                 f"algorithm.distillation.teacher={path} knows {sizes[0]} tokens, the policy {self._model_path} "
                 f"{sizes[1]}: token by token they cannot be compared."
             )
-        return teacher
+        return self._placed(teacher)
 
-    def _logits(self, batch: PackedBatch) -> Tensor:
-        inputs = {
-            "input_ids": batch.input_ids,
-            "position_ids": batch.position_ids,
-            "attention_mask": batch.attention_mask,
-            "use_cache": False,
-        }
-        if not self._head_is_linear:
-            return self._policy(**inputs).logits.flatten(0, 1)[batch.predicted_at]
-        # only the positions that predict a trained token go through the head: it is half the cost of a small model
-        hidden = self._policy.base_model(**inputs).last_hidden_state
-        return self._policy.get_output_embeddings()(hidden.flatten(0, 1)[batch.predicted_at])
+    def _placed(self, model: Any) -> Any:
+        """Bring a model to the device and to all ranks, and teach it `token_outputs`."""
+        head_is_linear = _head_is_linear(model)
+        model = platform_of_rank().apply_model_patches(model.to(self._device))
+        if self._sharded:
+            shard_model(model, self._config, device_type=self._device.type)
+        model.token_outputs = partial(_outputs_of_model, model, head_is_linear)
+        if self._sharded:
+            register_fsdp_forward_method(model, "token_outputs")
+        return model
+
+
+def _outputs_of_model(
+    model: Any, head_is_linear: bool, batch: PackedBatch, temperature: float, request: OutputRequest
+) -> dict[str, Tensor | None]:
+    """Fields of `TokenOutputs`; a plain dict, in which FSDP finds the tensors."""
+    logits = _logits(model, head_is_linear, batch).float() / temperature
+    return dict(vars(token_outputs(logits, batch, request)))
+
+
+def _logits(model: Any, head_is_linear: bool, batch: PackedBatch) -> Tensor:
+    inputs = {
+        "input_ids": batch.input_ids,
+        "position_ids": batch.position_ids,
+        "attention_mask": batch.attention_mask,
+        "use_cache": False,
+    }
+    if not head_is_linear:
+        return model(**inputs).logits.flatten(0, 1)[batch.predicted_at]
+    # only the positions that predict a trained token go through the head: it is half the cost of a small model
+    hidden = model.base_model(**inputs).last_hidden_state
+    return model.get_output_embeddings()(hidden.flatten(0, 1)[batch.predicted_at])
+
+
+def _on(device: torch.device, batch: PackedBatch) -> PackedBatch:
+    if device.type == "cpu":
+        return batch
+    tensors = {
+        field.name: value.to(device, non_blocking=True)
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **tensors)
+
+
+def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
+    """A model like `model` that has these weights, and is spread over nothing."""
+    with torch.device("meta"):
+        like = AutoModelForCausalLM.from_config(model.config)
+    like.load_state_dict({name: tensor.cpu() for name, tensor in weights.items()}, strict=False, assign=True)
+    like.tie_weights()
+    return like
 
 
 @contextmanager
@@ -231,10 +330,6 @@ def token_outputs(logits: Tensor, batch: PackedBatch, request: OutputRequest) ->
         top_logprobs=top_logprobs,
         candidate_logprobs=candidates,
     )
-
-
-def _detached(outputs: TokenOutputs) -> TokenOutputs:
-    return TokenOutputs(**{name: None if value is None else value.detach() for name, value in vars(outputs).items()})
 
 
 def token_logprobs(logits: Tensor, targets: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender,
 from xrl_lite.engine.base import BaseEngine, EngineRegistry, OutputRequest, TokenOutputs
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
+from xrl_lite.engine.ranks import RankPlace, join, on_all_ranks, platform_of_rank
 from xrl_lite.engine.step_metrics import LogprobGap, StepReports, WeightedMeans
 from xrl_lite.registry import load_object, load_plugins
 
@@ -54,7 +55,8 @@ class EngineWorker:
         algorithm: Settings of the loss.
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
-        seed: Seed of this rank.
+        seed: Seed of the run.
+        place: Which rank this is, and where it meets the others.
     """
 
     def __init__(
@@ -65,10 +67,15 @@ class EngineWorker:
         num_updates: int,
         seed: int,
         algorithm: AlgorithmConfig | None = None,
+        place: RankPlace = RankPlace(),  # noqa: B008 - frozen
     ) -> None:
         load_plugins()
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        engine = EngineRegistry.get("language_model", config.backend, device)
+        platform = platform_of_rank()
+        engine = EngineRegistry.find(
+            "language_model", config.backend, device=platform.device_name, vendor=platform.vendor_name
+        )
+        self.place = place
+        join(place, platform, always=config.always_shards)
         self._config = config
         self._algorithm = algorithm = algorithm or AlgorithmConfig()
         self._loss = policy_loss(algorithm.policy_loss.loss_mode)
@@ -79,7 +86,7 @@ class EngineWorker:
             model_path=model_path,
             config=config,
             num_updates=num_updates,
-            seed=seed,
+            seed=seed + place.rank,
             keep_reference=algorithm.needs_reference,
             teacher_path=algorithm.distillation.teacher if algorithm.distillation else None,
         )
@@ -87,6 +94,7 @@ class EngineWorker:
         self._num_updates = 0
         self._sender: WeightSender
 
+    @on_all_ranks
     def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step; return its metrics.
 
@@ -109,6 +117,7 @@ class EngineWorker:
                 self._engine.lr_scheduler_step()
         return steps.result() | gap.merge(self._others(gap)).metrics()
 
+    @on_all_ranks
     def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
         """Return quantities of the response tokens under the present weights; 0 where a token is not trained on.
 
@@ -116,6 +125,9 @@ class EngineWorker:
             batch: The trajectories.
             names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
         """
+        return self._measure(batch, names)
+
+    def _measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
         packed = self._pack(batch)
         request = OutputRequest(sum_pi_squared="sum_pi_squared" in names)
         measured: dict[str, list[list[float]]] = {}
@@ -132,10 +144,12 @@ class EngineWorker:
             measured[name] = self._of_all_ranks(batch, packed, values)
         return measured
 
+    @on_all_ranks
     def export_weights(self) -> dict[str, Tensor]:
         """Return every weight under its Hugging Face name."""
-        return dict(self._engine.get_per_tensor_param())
+        return {name: tensor.cpu() for name, tensor in self._engine.get_per_tensor_param()}
 
+    @on_all_ranks
     def devices(self) -> list[str]:
         """Return where the weights are: "cpu", or the unique ids of GPUs."""
         return devices_of(tensor for _, tensor in self._engine.get_per_tensor_param())
@@ -144,9 +158,12 @@ class EngineWorker:
         """Take this rank's end of the way on which weights leave; it lives as long as the rank, or until the next."""
         self._sender = sender
 
-    def open_weights(self, version: int) -> WeightOffer:
-        """Begin to hand over the present weights, as `version`."""
-        parameters = self._engine.get_per_tensor_param()
+    @on_all_ranks
+    def open_weights(self, version: int) -> WeightOffer | None:
+        """Begin to hand over the present weights, as `version`; they are gathered on the first rank."""
+        parameters = list(self._engine.get_per_tensor_param())
+        if self.place.rank != 0:
+            return None
         return self._sender.open(parameters, version=version, num_updates=self._num_updates)
 
     def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
@@ -157,13 +174,17 @@ class EngineWorker:
         """End handing over."""
         self._sender.close()
 
+    @on_all_ranks
     def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         """Write the engine's state, and the model as a Hugging Face folder beside it."""
-        folder.mkdir(parents=True)
+        if self.place.rank == 0:
+            folder.mkdir(parents=True)
+        self._engine.all_gather(None)  # the folder is there
         self._engine.save_checkpoint(folder)
         if hf_folder is not None:
             self._engine.save_hf(hf_folder)
 
+    @on_all_ranks
     def load_checkpoint(self, folder: Path) -> None:
         """Go on from a checkpoint."""
         self._engine.load_checkpoint(folder)
@@ -190,7 +211,7 @@ class EngineWorker:
         return replace(batch, old_logprobs=old)
 
     def _measure_logprobs(self, batch: TrainBatch) -> list[list[float]]:
-        return self.measure(batch, ["old_logprobs"])["old_logprobs"]
+        return self._measure(batch, ["old_logprobs"])["old_logprobs"]
 
     def _prepare(self, part: TrainBatch) -> tuple[_Update, dict[str, float]]:
         """Count the tokens of an update, then leave out the trajectories that add nothing to its gradient."""
