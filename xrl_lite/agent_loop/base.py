@@ -84,16 +84,21 @@ class AgentLoopConfig(Settings, ABC):
             ResourceError: there are not enough CPU slots.
         """
         if self.cpu_resources is None:
-            return self.build_local(rollout_ctl, judger, tokenizer=tokenizer)
+            return self.build_local(rollout_ctl, judger, tokenizer=tokenizer, system=system)
         from xrl_lite.agent_loop.remote import build_remote
 
         return build_remote(self, self.cpu_resources, rollout_ctl, judger, model_path=model_path, system=system)
 
     @abstractmethod
     def build_local(
-        self, rollout_ctl: RolloutCtl, judger: StateJudger | None, *, tokenizer: Tokenizer | None = None
+        self,
+        rollout_ctl: RolloutCtl,
+        judger: StateJudger | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        system: ActorSystem | None = None,
     ) -> AgentLoop:
-        """Make the loop in this process."""
+        """Make the loop in this process; arguments as for `build`. `system` is for what the loop starts."""
 
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Check that the loop can serve rows, before anything starts.

@@ -99,9 +99,10 @@ def test_what_follows_a_turn_that_ended(
     assert template.tokenizer.decode(tokens, False) == expected
 
 
-def test_a_turn_that_was_cut_off_is_closed() -> None:
+@pytest.mark.parametrize("cut_off", ["It is", "It is\n"])  # the template, too, has a line break behind its end token
+def test_a_turn_that_was_cut_off_is_closed(cut_off: str) -> None:
     template = make_template("qwen2.5")
-    tokens = template.continuation(template.tokenizer.encode_text("It is")[-1], PLAIN, QUESTION)
+    tokens = template.continuation(template.tokenizer.encode_text(cut_off)[-1], PLAIN, QUESTION)
     assert tokens is not None
     assert template.tokenizer.decode(tokens, False).startswith("<|im_end|>\n<|im_start|>user")
 
