@@ -242,7 +242,7 @@ def needs_judgement(state: RolloutState) -> bool:
 
 
 def spread_judgement(states: Sequence[RolloutState]) -> None:
-    """Give all trajectories of an attempt what the last one was judged: reward, status, reason."""
+    """Give all trajectories of an attempt the reward of the last one and, where it did not end well, its status."""
     *earlier, last = states
     for state in earlier:
         state.reward = None if last.reward is None else dict(last.reward)

@@ -173,7 +173,7 @@ class SessionsAgentLoop(AgentLoop):
             return [_failed(state, f"agent {name!r} raised {describe_error(error)}")]
         if self.judger is not None and not self.enable_batch_judge and needs_judgement(states[-1]):
             states[-1] = await self.run_judger(states[-1])
-            spread_judgement(states)
+        spread_judgement(states)
         return states
 
     async def ready(self) -> None:

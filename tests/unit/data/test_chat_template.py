@@ -179,6 +179,15 @@ def test_a_difference_that_no_rule_foresaw_is_printed_and_forks_from_then_on() -
     assert (PLAIN, "user") in template.rules.rewrites
 
 
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    template = make_template("qwen3")
+    texts = [
+        template.render([*QUESTION, {"role": "assistant", "content": "Yes.", **calls}], opening=False)
+        for calls in ({}, {"tool_calls": []}, {"tool_calls": None})
+    ]
+    assert len(set(texts)) == 1
+
+
 def test_template_arguments_reach_the_template() -> None:
     template = make_template("qwen3", enable_thinking=False)
     assert template.tokenizer.decode(template.encode(QUESTION), False).endswith("<think>\n\n</think>\n\n")
