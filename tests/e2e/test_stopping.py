@@ -85,14 +85,28 @@ def trained_steps(folder: Path) -> list[dict[str, object]]:
     return [record for record in without_times([json.loads(line) for line in lines]) if "loss" in record]
 
 
-def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
-    tmp_path: Path, tiny_model_folder: Path
-) -> None:
-    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 30, "evaluation": {}})
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    subprocess.run(command(config, f"output_dir={whole / 'runs'}"), cwd=ROOT, check=True, capture_output=True)
+TWO_RANKS = {
+    "trainer.num_steps": 16,
+    "engine.num_ranks": 2,
+    "engine.num_cpus": 0.25,
+    "evaluation": {},
+    "checkpoint": {"every_steps": 2},
+}
 
+
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: Path) -> list[dict[str, object]]:
+    """The steps of a run on two ranks that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(folder, tiny_model_folder, **TWO_RANKS)
+    subprocess.run(command(config), cwd=ROOT, check=True, capture_output=True)
+    return trained_steps(folder)
+
+
+def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
+    tmp_path: Path, tiny_model_folder: Path, never_stopped: list[dict[str, object]]
+) -> None:
+    config = write_config(tmp_path, tiny_model_folder, **TWO_RANKS)
     with running(config) as process:
         wait_for_line(process, "step  2/")
         below = children_of(process.pid)
@@ -101,10 +115,10 @@ def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
     assert process.returncode == 130, output
     assert "checkpoint.resume=auto" in output
     assert_gone(below)
-    assert len(complete_checkpoints(tmp_path / "runs" / "test" / "checkpoints")) == 1
+    assert complete_checkpoints(tmp_path / "runs" / "test" / "checkpoints")
 
     subprocess.run(command(config, "checkpoint.resume=auto"), cwd=ROOT, check=True, capture_output=True)
-    assert trained_steps(tmp_path) == trained_steps(whole)
+    assert trained_steps(tmp_path) == never_stopped
 
 
 def test_interrupted_twice_it_ends_at_once(tmp_path: Path, tiny_model_folder: Path) -> None:
@@ -132,15 +146,20 @@ def wait_until_judging(process: subprocess.Popen[str]) -> None:
     assert len(children_of(process.pid)) >= 5
 
 
-def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, tiny_model_folder: Path) -> None:
-    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 1000, "evaluation": {}})
+def test_a_killed_run_leaves_nothing_and_ends_as_if_never_stopped(
+    tmp_path: Path, tiny_model_folder: Path, never_stopped: list[dict[str, object]]
+) -> None:
+    config = write_config(tmp_path, tiny_model_folder, **TWO_RANKS)
     with running(config) as process:
-        wait_for_line(process, "step    1/")
+        wait_for_line(process, "step  3/")
         below = children_of(process.pid)
-        assert len(below) >= 5, [describe(pid) for pid in below]
-        process.kill()
+        assert len(below) >= 6, [describe(pid) for pid in below]
+        process.kill()  # wherever it is after its third step
         process.wait()
         assert_gone(below)
+
+    subprocess.run(command(config, "checkpoint.resume=auto"), cwd=ROOT, check=True, capture_output=True)
+    assert trained_steps(tmp_path) == never_stopped
 
 
 @pytest.mark.parametrize("victim", ["rollout/0", "engine/0"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -74,10 +75,11 @@ def make_states(count: int = 2) -> list[RolloutState]:
     return [RolloutState(message=[{"role": "user", "content": "1"}], group_id=0, rollout_id=n) for n in range(count)]
 
 
-async def test_one_process_runs_the_loop_and_asks_back(
+async def test_one_process_runs_the_loop_and_asks_back_also_for_what_fails(
     system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    rollout, judger = ScriptedRolloutCtl(lambda _: [5, 6, 7, 8]), Judger()
+    answers: Iterator[Any] = iter([[5, 6, 7, 8]] * 2 + [RolloutError("scripted failure"), [5]])
+    rollout, judger = ScriptedRolloutCtl(lambda _: next(answers)), Judger()
     loop = settings(tmp_path, tiny_model_folder, 1).build(rollout, judger, system=system)
     assert isinstance(loop, RemoteAgentLoop)
     await loop.ready()
@@ -89,14 +91,7 @@ async def test_one_process_runs_the_loop_and_asks_back(
     assert {state.extra_fields["pid"] for state in states} == {loop.host.pid}
     assert [state.reward for state in states] == [{"score": float(os.getpid())}] * 2
     assert judger.judged == len(rollout.requests) == 2
-
-
-async def test_an_engine_error_travels_and_costs_one_session(
-    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
-) -> None:
-    answers = iter([RolloutError("scripted failure"), [5]])
-    rollout = ScriptedRolloutCtl(lambda _: next(answers))  # pyright: ignore[reportArgumentType]
-    loop = settings(tmp_path, tiny_model_folder, 1).build(rollout, None, system=system)
+    # an error of the engine travels there, and costs one session
     states = await loop.generate_group(make_states())
     assert sorted(state.status.value for state in states) == ["completed", "failed"]
     assert "scripted failure" in str(next(s.error_msg for s in states if s.status is Status.FAILED))

@@ -31,7 +31,7 @@ from xrl_lite.agent_loop.output import AgentLoopOutput
 from xrl_lite.data.chat_template import ChatTemplate
 from xrl_lite.data.token_builder import OnRewrite, TokenBuilder
 from xrl_lite.data.tokenizer import Message, Tokenizer
-from xrl_lite.errors import ConfigError, PluginError, did_you_mean
+from xrl_lite.errors import ConfigError, PluginError, RolloutError, did_you_mean
 from xrl_lite.registry import Registry, load_object
 from xrl_lite.tools import Toolbox, ToolParser, ToolSchema
 
@@ -138,8 +138,24 @@ class AgentLoopBase(ABC):
         """
 
     def start(self, messages: Sequence[Message], *, tools: Sequence[ToolSchema] | None = None) -> TokenBuilder:
-        """Return a builder for a conversation that begins with these messages."""
+        """Return a builder for a conversation that begins with these messages.
+
+        Raises:
+            RolloutError: there are images in them.
+            TemplateError: the template refuses them.
+        """
+        refuse_images(messages, "the prompt")
         return TokenBuilder(self.parts.template, messages, tools=tools, on_rewrite=self.parts.settings.on_rewrite)
+
+
+def refuse_images(messages: Sequence[Message], where: str) -> None:
+    """Raise RolloutError where messages hold anything but text: there is no engine for it yet."""
+    for message in messages:
+        content = message.get("content")
+        for part in cast("list[Any]", content) if isinstance(content, list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text":
+                raise RolloutError(f"{where} holds a part of type {kind!r}, but the model takes text only.")
 
 
 AGENTS: Registry[type[AgentLoopBase]] = Registry(

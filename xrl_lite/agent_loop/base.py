@@ -84,16 +84,21 @@ class AgentLoopConfig(Settings, ABC):
             ResourceError: there are not enough CPU slots.
         """
         if self.cpu_resources is None:
-            return self.build_local(rollout_ctl, judger, tokenizer=tokenizer)
+            return self.build_local(rollout_ctl, judger, tokenizer=tokenizer, system=system)
         from xrl_lite.agent_loop.remote import build_remote
 
         return build_remote(self, self.cpu_resources, rollout_ctl, judger, model_path=model_path, system=system)
 
     @abstractmethod
     def build_local(
-        self, rollout_ctl: RolloutCtl, judger: StateJudger | None, *, tokenizer: Tokenizer | None = None
+        self,
+        rollout_ctl: RolloutCtl,
+        judger: StateJudger | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        system: ActorSystem | None = None,
     ) -> AgentLoop:
-        """Make the loop in this process."""
+        """Make the loop in this process; arguments as for `build`. `system` is for what the loop starts."""
 
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Check that the loop can serve rows, before anything starts.
@@ -237,7 +242,7 @@ def needs_judgement(state: RolloutState) -> bool:
 
 
 def spread_judgement(states: Sequence[RolloutState]) -> None:
-    """Give all trajectories of an attempt what the last one was judged: reward, status, reason."""
+    """Give all trajectories of an attempt the reward of the last one and, where it did not end well, its status."""
     *earlier, last = states
     for state in earlier:
         state.reward = None if last.reward is None else dict(last.reward)

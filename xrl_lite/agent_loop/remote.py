@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
@@ -32,11 +33,15 @@ from xrl_lite.actors import ActorHandle, CPUResourcesConfig, register_cpu_resour
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
 from xrl_lite.data import RolloutState, SampleParams
 from xrl_lite.errors import errors_as_themselves
+from xrl_lite.registry import load_plugins
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
 
 Asked = Literal["generate", "judge", "batch_judge"]
+
+PRELOAD = ("xrl_lite.agent_loop", "transformers.models.auto.tokenization_auto")
+"""Imported once for all processes of loops; takes seconds."""
 
 _MAX_CONCURRENCY = 65_536
 _GROUP: ContextVar[str] = ContextVar("group of the request")
@@ -59,6 +64,8 @@ class LoopHost:
     """
 
     def __init__(self, config: AgentLoopConfig, has_judger: bool) -> None:
+        load_plugins()
+        self._running: set[str] = set()
         self._lines: dict[str, _Line] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -70,16 +77,22 @@ class LoopHost:
     ) -> list[RolloutState]:
         """Run a group; its requests are taken with `take`."""
         _GROUP.set(group)
+        self._running.add(group)
         self._lines.setdefault(group, _Line())
         try:
             return await self._loop.generate_group(states, sample_params=sample_params)
         finally:
-            del self._lines[group]
+            self._running.discard(group)
+            self._lines.pop(group, None)
 
     async def take(self, group: str) -> list[tuple[int, Asked, Any]]:
         """Return what a group asks for, waiting until it asks for something."""
         line = self._lines.setdefault(group, _Line())
-        await line.changed.wait()
+        try:
+            await line.changed.wait()
+        finally:
+            if group not in self._running:  # it ended before it was asked, or was never begun
+                self._lines.pop(group, None)
         line.changed.clear()
         taken, line.waiting = line.waiting, []
         return taken
@@ -289,6 +302,7 @@ def build_remote(
                 num_cpus=resources.num_cpus_per_worker,
                 memory_bytes=resources.cpu_memory_per_worker,
                 max_concurrency=_MAX_CONCURRENCY,
+                preload=[module for module in PRELOAD if find_spec(module.partition(".")[0])],
             )
             loops.append(RemoteAgentLoop(located, host, rollout_ctl, judger))
     except BaseException:

@@ -41,6 +41,7 @@ from xrl_lite.settings import UserPath
 from xrl_lite.tools import Toolbox, ToolParser, ToolsConfig, load_tools
 
 if TYPE_CHECKING:
+    from xrl_lite.actors import ActorSystem
     from xrl_lite.data.chat_template import ChatTemplate
     from xrl_lite.data.tokenizer import Tokenizer
 
@@ -87,10 +88,15 @@ class AgentsConfig(AgentLoopConfig):
     """Limit for one session, judging not included; beyond it the attempt is FAILED."""
 
     def build_local(
-        self, rollout_ctl: RolloutCtl, judger: StateJudger | None, *, tokenizer: Tokenizer | None = None
+        self,
+        rollout_ctl: RolloutCtl,
+        judger: StateJudger | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        system: ActorSystem | None = None,
     ) -> SessionsAgentLoop:
         """Make the loop."""
-        return SessionsAgentLoop(self, rollout_ctl, judger, tokenizer=tokenizer)
+        return SessionsAgentLoop(self, rollout_ctl, judger, tokenizer=tokenizer, system=system)
 
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Check that there is an agent for every row.
@@ -116,6 +122,7 @@ class SessionsAgentLoop(AgentLoop):
         rollout_ctl: Generates.
         judger: Scores.
         tokenizer: The model's tokenizer; that of `config.hf_checkpoint` when not given.
+        system: Where tools run that have processes; the default system when not given.
 
     Raises:
         ConfigError: there is no tokenizer, or no agent of the default's name.
@@ -129,6 +136,7 @@ class SessionsAgentLoop(AgentLoop):
         judger: StateJudger | None,
         *,
         tokenizer: Tokenizer | None = None,
+        system: ActorSystem | None = None,
     ) -> None:
         super().__init__(
             rollout_ctl,
@@ -138,6 +146,7 @@ class SessionsAgentLoop(AgentLoop):
             judge_grace_s=config.judge_grace_s,
         )
         self._config = config
+        self._system = system
         self._table = AgentTable(config.agent_loop_config_path)
         self._table.check(config.default_agent_loop)
         self._tokenizer = _with_template_kwargs(_load_tokenizer(config, tokenizer), config)
@@ -150,8 +159,8 @@ class SessionsAgentLoop(AgentLoop):
     async def generate_sample(self, rollout_state: RolloutState) -> list[RolloutState]:
         state = rollout_state
         name = state.extra_fields.get("agent_name") or self._config.default_agent_loop
+        toolbox = await self._tools()
         try:
-            toolbox = await self._tools()
             async with self._place():
                 outputs = await self._run_within_limit(name, state, toolbox)
             states = self._states(state, outputs)
@@ -159,14 +168,12 @@ class SessionsAgentLoop(AgentLoop):
             raise
         except RolloutError as error:
             return [_failed(state, str(error))]
-        except ConfigError:
-            raise  # settings are wrong for every session
         except Exception as error:
             logger.warning("sample %s: agent %r raised", state.rollout_id, name, exc_info=error)
             return [_failed(state, f"agent {name!r} raised {describe_error(error)}")]
         if self.judger is not None and not self.enable_batch_judge and needs_judgement(states[-1]):
             states[-1] = await self.run_judger(states[-1])
-            spread_judgement(states)
+        spread_judgement(states)
         return states
 
     async def ready(self) -> None:
@@ -259,7 +266,7 @@ class SessionsAgentLoop(AgentLoop):
 
     async def _load_tools(self) -> Toolbox:
         config = self._config.tools
-        tools = await load_tools(config)
+        tools = await load_tools(config, system=self._system)
         toolbox = Toolbox(
             tools,
             call_timeout_s=config.call_timeout_s,

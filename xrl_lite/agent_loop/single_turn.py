@@ -9,6 +9,7 @@ from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, Sta
 from xrl_lite.data import RolloutState, Status
 
 if TYPE_CHECKING:
+    from xrl_lite.actors import ActorSystem
     from xrl_lite.data.tokenizer import Tokenizer
 
 
@@ -16,7 +17,12 @@ class SingleTurnAgentLoopConfig(AgentLoopConfig):
     """Settings of `SingleTurnAgentLoop`."""
 
     def build_local(
-        self, rollout_ctl: RolloutCtl, judger: StateJudger | None, *, tokenizer: Tokenizer | None = None
+        self,
+        rollout_ctl: RolloutCtl,
+        judger: StateJudger | None,
+        *,
+        tokenizer: Tokenizer | None = None,
+        system: ActorSystem | None = None,
     ) -> SingleTurnAgentLoop:
         """Make the loop."""
         return SingleTurnAgentLoop(

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from uuid import uuid4
 
-from xrl_lite.agent_loop.agents import AgentLoopBase
+from xrl_lite.agent_loop.agents import AgentLoopBase, refuse_images
 from xrl_lite.agent_loop.client import TokenOutputLike
 from xrl_lite.agent_loop.output import AgentLoopMetrics, AgentLoopOutput
 from xrl_lite.data.token_builder import TokenBuilder
@@ -134,7 +134,7 @@ class ToolAgentLoop(AgentLoopBase):
         content, found = await parts.parser.extract_tool_calls(output.token_ids, tools.schemas)
         found = [
             call if call.tool_call_id else replace(call, tool_call_id=f"call{data.user_turns:02d}{number:03d}")
-            for number, call in enumerate(found[: parts.toolbox.max_parallel_calls])
+            for number, call in enumerate(each.checked() for each in found[: parts.toolbox.max_parallel_calls])
         ]
         _add(tokens, output, parts.template.message(content, [call_message(call) for call in found]))
         return found, output
@@ -147,7 +147,9 @@ class ToolAgentLoop(AgentLoopBase):
         results = await tools.run(calls, agent_data=data)
         data.tools_s += time.perf_counter() - started
         data.tool_rewards += [result.reward for result in results]
-        proposed = tokens.propose([message_of(result) for result in results])
+        messages = [message_of(result) for result in results]
+        refuse_images(messages, "a tool's answer")
+        proposed = tokens.propose(messages)
         if tokens.num_added + proposed.num_tokens >= self.parts.settings.response_length:
             return False
         tokens.accept(proposed)

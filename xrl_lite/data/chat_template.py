@@ -105,8 +105,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, *, end_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._given_end_ids = frozenset(end_ids)
-        self.rules = _Probe(tokenizer, self._given_end_ids).rules()
+        self.rules = _Probe(tokenizer, frozenset(end_ids)).rules()
         self._rests: dict[str | None, tuple[str, list[int]] | None] = {}
 
     def encode(self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None) -> list[int]:
@@ -200,13 +199,16 @@ class ChatTemplate:
                     f"Only messages of the roles {', '.join(ROLES)} can follow sampled tokens, got {role!r}."
                 )
         closing, following = self._after_turn(shape, messages, tools)
-        if last_token is None:
-            return closing + following
+        if last_token is None or not self._ends_turns(last_token):
+            return closing + following  # it was cut off
         if last_token in closing:
             return closing[closing.index(last_token) + 1 :] + following
         if not closing and following[:1] == [last_token]:
             return following[1:]  # in some formats the opening of the next message is what ends a turn
         return None if last_token in self.rules.end_ids else closing + following
+
+    def _ends_turns(self, token: int) -> bool:
+        return token in self.rules.end_ids or self.tokenizer.is_special(token)
 
     def note_rewrite(self, shape: Shape, role: Role) -> None:
         """Note that the template changes such turns, as was seen when a conversation was checked."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from xrl_lite import actors
 from xrl_lite.actors import ActorHandle, RestartPolicy
 from xrl_lite.errors import ToolError
+from xrl_lite.registry import load_plugins
 from xrl_lite.tools.base import BaseTool
 from xrl_lite.tools.function_tool import FunctionTool
 from xrl_lite.tools.response import ToolResponse, read_return
@@ -37,6 +38,7 @@ class ToolHost:
     """
 
     def __init__(self, make: Callable[[], BaseTool]) -> None:
+        load_plugins()
         self._tool = make()
         self._known: set[str] = set()
 

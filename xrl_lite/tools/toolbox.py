@@ -211,7 +211,7 @@ class ToolSession:
         results: dict[int, ToolResult] = {}
 
         async def run_one(place: int, call: FunctionCall) -> None:
-            results[place] = await self._run_one(call, agent_data)
+            results[place] = await self._run_one(call.checked(), agent_data)
 
         if len(taken) == 1:
             await run_one(0, taken[0])
@@ -240,11 +240,7 @@ class ToolSession:
             available = ", ".join(self._tools) or "none"
             guess = did_you_mean(call.name, self._tools)
             return _failed(call, "unknown_tool", f"unknown tool {call.name}; available: {available}.{guess}")
-        try:
-            parameters = fit_arguments(call.parameters, tool.schema, strict=tool.checks_arguments)
-        except ArgumentsError as error:
-            return _failed(call, "arguments", str(error))
-        result = await self._execute(tool, call, parameters, agent_data)
+        result = await self._execute(tool, call, agent_data)
         response, truncated = self._toolbox.cut(result.response)
         return ToolResult(
             call=call,
@@ -256,16 +252,17 @@ class ToolSession:
             truncated=truncated,
         )
 
-    async def _execute(
-        self, tool: BaseTool, call: FunctionCall, parameters: dict[str, Any], agent_data: Any
-    ) -> ToolResult:
+    async def _execute(self, tool: BaseTool, call: FunctionCall, agent_data: Any) -> ToolResult:
         limit_s = self._toolbox.call_timeout_s
         deadline = anyio.CancelScope(
             deadline=anyio.current_time() + limit_s + (QUEUE_TIMEOUT_S if tool.limits_itself else 0.0)
         )
         try:
+            parameters = fit_arguments(call.parameters, tool.schema, strict=tool.checks_arguments)
             with deadline:
                 return await self._execute_unlimited(tool, call, parameters, agent_data)
+        except ArgumentsError as error:
+            return _failed(call, "arguments", str(error))
         except (ActorDiedError, ActorUnavailableError) as error:
             logger.warning("the process of tool %s died: %s", tool.name, error)
             return _failed(call, "died", f"{tool.name} failed: its process ended.")

@@ -40,6 +40,7 @@ from xrl_lite.trainer.advantages import AdvantageStep
 from xrl_lite.trainer.baselines import greedy_rewards
 from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.prepare import prepare_train_data
+from xrl_lite.trainer.randomness import random_state, set_random_state
 from xrl_lite.trainer.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -375,6 +376,7 @@ class RLTrainer(ABC):
             "empty_steps": self._empty_steps,
             "algorithm": self._advantages.state_dict(),
             "evaluation_due": self._evaluation_due,
+            "random": random_state(),
         }
         self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
         self._saved_step = self.global_step
@@ -392,6 +394,7 @@ class RLTrainer(ABC):
         self._empty_steps = state["empty_steps"]
         self._advantages.load_state_dict(state["algorithm"])
         self._evaluation_due = state["evaluation_due"]
+        set_random_state(state["random"])
         self._checkpoint = checkpoint
         self.parts.folder.forget_after(self.global_step)
         self.parts.store.forget_after(self.global_step)

@@ -385,6 +385,20 @@ def test_the_reward_stands_on_the_last_token_of_the_model() -> None:
     assert set(columns) == {"prompts", "responses", "response_mask", "rm_scores"}
 
 
+async def test_images_for_a_text_model_cost_the_session() -> None:
+    loop = AgentsConfig().build(scripted(), None, tokenizer=QWEN3)
+    state = make_state()
+    state.message = [{"role": "user", "content": [{"type": "image", "image": "pixels"}]}]
+    (failed,) = await loop.generate_group([state])
+    assert failed.error_msg == "sample 0: the prompt holds a part of type 'image', but the model takes text only."
+
+
+async def test_a_row_that_selects_a_tool_that_is_not_there_costs_its_session() -> None:
+    (state,) = await run(AgentsConfig(tools=CALCULATOR), scripted(), tool_selection=["calculatr"])
+    assert state.status is Status.FAILED
+    assert "tool_selection names 'calculatr'" in str(state.error_msg)
+
+
 # --- judging and pausing
 
 

@@ -99,9 +99,10 @@ def test_what_follows_a_turn_that_ended(
     assert template.tokenizer.decode(tokens, False) == expected
 
 
-def test_a_turn_that_was_cut_off_is_closed() -> None:
+@pytest.mark.parametrize("cut_off", ["It is", "It is\n"])  # the template, too, has a line break behind its end token
+def test_a_turn_that_was_cut_off_is_closed(cut_off: str) -> None:
     template = make_template("qwen2.5")
-    tokens = template.continuation(template.tokenizer.encode_text("It is")[-1], PLAIN, QUESTION)
+    tokens = template.continuation(template.tokenizer.encode_text(cut_off)[-1], PLAIN, QUESTION)
     assert tokens is not None
     assert template.tokenizer.decode(tokens, False).startswith("<|im_end|>\n<|im_start|>user")
 
@@ -176,6 +177,15 @@ def test_a_difference_that_no_rule_foresaw_is_printed_and_forks_from_then_on() -
     report = check_template(template)
     assert "a message of the role user after a plain turn. First differing token" in report.differences[0]
     assert (PLAIN, "user") in template.rules.rewrites
+
+
+def test_an_empty_list_of_calls_is_no_call() -> None:
+    template = make_template("qwen3")
+    texts = [
+        template.render([*QUESTION, {"role": "assistant", "content": "Yes.", **calls}], opening=False)
+        for calls in ({}, {"tool_calls": []}, {"tool_calls": None})
+    ]
+    assert len(set(texts)) == 1
 
 
 def test_template_arguments_reach_the_template() -> None:

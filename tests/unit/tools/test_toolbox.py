@@ -143,6 +143,11 @@ async def test_a_malformed_call_is_told_to_the_model_and_counted() -> None:
     assert toolbox.counts.metrics()["tools/failures/malformed"] == 1.0
 
 
+async def test_arguments_that_a_parser_did_not_look_at_are_checked() -> None:
+    (result,) = await run(Toolbox([calc]), call("calc", "{not json"))
+    assert result.failure == "malformed"
+
+
 async def test_reward_and_metrics_of_a_tool_are_kept() -> None:
     (result,) = await run(Toolbox([double]), call("twice", '{"x": 3}'))
     assert (result.reward, result.metrics) == (0.5, {"seen": 3})

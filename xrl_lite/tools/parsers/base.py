@@ -34,6 +34,10 @@ class FunctionCall:
     error: str | None = None
     """Why it cannot be carried out, in words for the model; None for a well-formed call."""
 
+    def checked(self) -> FunctionCall:
+        """Return the call, malformed if its arguments are no JSON object: parsers of others may not have looked."""
+        return self if self.error is not None else call_of(self.name, self.arguments, call_id=self.tool_call_id)
+
     @property
     def parameters(self) -> dict[str, Any]:
         """The arguments as a dict; empty for a malformed call."""
