@@ -82,7 +82,7 @@ def _dry_run(config: RunConfig) -> int:
 
     data = check.check_data(config)
     check.check_model(config)
-    actors = list(check.planned_actors(config, data.judger_config))
+    actors = list(check.planned_actors(config, data.judger_configs))
     table = Table("actor", "CPU slots", "threads", title="what the run would start", title_justify="left")
     for actor in actors:
         table.add_row(actor.name, f"{actor.num_cpus:g}", str(actor.num_threads or "all"))
@@ -92,7 +92,7 @@ def _dry_run(config: RunConfig) -> int:
     console.print(Text(dump_config(config).rstrip()))
     console.print(table)
     _say(f"{len(data.train)} rows to train on, {len(data.evaluation)} held out; {check.describe_model(config)}")
-    check.check_resources(config, data.judger_config)
+    check.check_resources(config, data.judger_configs)
     return EXIT_OK
 
 

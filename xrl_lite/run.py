@@ -2,9 +2,9 @@
 
 ::
 
-    rows --> Sampler --> AgentLoopManager --> agent loop --> RolloutController --> rollout/0..n   (actors)
-                              |                   '--------> Judger ------------> judger/...      (actors)
-                         ReplayBuffer
+    rows --> Sampler --> Producer --> AgentLoopManager --> agent loop --> RolloutController --> rollout/0..n   (actors)
+                              |           |                  '--------> Judger ------------> judger/...      (actors)
+                            ReplayBuffer -- buffer.sqlite
                               |
                           RLTrainer --> TrainingController --> engine/0                           (actor)
                               '-------> WeightSync: engine/0 ==> rollout/0..n
@@ -15,7 +15,7 @@ Everything that is not the driver is an actor of one `ActorSystem`, which ends t
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +23,17 @@ from typing import Any, TypeVar
 import anyio
 
 from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
-from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits
+from xrl_lite.agent_loop import (
+    AgentLoop,
+    AgentLoopManager,
+    ProduceLimits,
+    Producer,
+    ProducerTask,
+    create_agent_loop_manager,
+)
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.config import RunConfig, dump_config
-from xrl_lite.config.check import CheckedData, check_data, check_installed, check_model, check_resources
+from xrl_lite.config.check import CheckedData, CheckedTask, check_data, check_installed, check_model, check_resources
 from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder
 from xrl_lite.engine.controller import TrainingController
@@ -35,7 +42,7 @@ from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.log import logged_to
 from xrl_lite.registry import load_object
-from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build_replay_buffer
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer.base import RLTrainer, RunSummary, TrainerParts, TrainerSettings
 from xrl_lite.trainer.checkpoint import (
@@ -48,7 +55,7 @@ from xrl_lite.trainer.checkpoint import (
 )
 from xrl_lite.trainer.evaluation import Evaluator
 from xrl_lite.trainer.report import ConsoleReporter, Reporter
-from xrl_lite.trainer.run_folder import CHECKPOINTS, RunFolder
+from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
 from xrl_lite.trainer.sync import SyncTrainer
 from xrl_lite.weight_sync import WeightSync
@@ -73,7 +80,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
     check_installed()
     data = check_data(config)
     check_model(config)
-    check_resources(config, data.judger_config)
+    check_resources(config, data.judger_configs)
     callback = build_callback(config)
     summary = None
     with closing(open_folder(config)) as folder, logged_to(folder.logs / "driver.log"):
@@ -101,7 +108,10 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
                 trainer = await build_trainer(config, data, model_path, folder, system, reporter, callback, stop)
                 # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
                 gc.freeze()
-                summary = await trainer.fit(checkpoint)
+                try:
+                    summary = await trainer.fit(checkpoint)
+                finally:
+                    await trainer.parts.replay_buffer.close()
         reporter.summary(list(folder.metrics()), folder.path)
     return summary
 
@@ -124,20 +134,25 @@ async def build_trainer(
     rollout = RolloutController(
         system, config=config.rollout, model_path=model_path, decode=tokenizer.decode, seed=config.seed
     )
-    judger = build_judger(data.judger_config, system=system)
-    replay_buffer = ReplayBuffer()
-    manager = build_manager(config, data, tokenizer.encode, rollout, judger, replay_buffer)
-    await self_test_judger(judger, data.train[0], tokenizer.encode)
+    judgers = Judgers(data, system)
+    replay_buffer = build_buffer(config, folder)
+    agent_loops = build_agent_loops(data, rollout, judgers)
+    manager = await build_manager(config, rollout, agent_loops, judgers, replay_buffer)
+    producer = build_producer(config, data, tokenizer.encode, manager, replay_buffer)
+    evaluating = evaluating_manager(agent_loops)
+    for task in data.tasks:
+        await self_test_judger(judgers.of(task), task.rows[0], tokenizer.encode)
     await engine.ready()
     await rollout.ready()
     reporter.note("trainer and rollout engine have loaded the model, the judger passed its test")
     parts = TrainerParts(
         engine=engine,
         weight_sync=WeightSync(source=engine, targets=rollout.adapters, gate=rollout),
-        manager=manager,
+        manager=evaluating,
+        producer=producer,
         replay_buffer=replay_buffer,
-        evaluator=build_evaluator(config, data.evaluation, manager, tokenizer.encode),
-        judger=judger,
+        evaluator=build_evaluator(config, data.evaluation, evaluating, tokenizer.encode),
+        judger=judgers,
         folder=folder,
         store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
         callback=callback,
@@ -166,7 +181,7 @@ async def evaluate(
     check_installed()
     data = check_data(config)
     check_model(config)
-    check_resources(config, data.judger_config)
+    check_resources(config, data.judger_configs)
     if not data.evaluation:
         raise ConfigError("There is nothing to evaluate on: evaluation.data is not set.")
     async with actor_system(config, log_dir=None) as system:
@@ -176,9 +191,8 @@ async def evaluate(
         rollout = RolloutController(
             system, config=config.rollout, model_path=model_path, decode=tokenizer.decode, seed=config.seed
         )
-        judger = build_judger(data.judger_config, system=system)
-        manager = build_manager(config, data, tokenizer.encode, rollout, judger, ReplayBuffer())
-        evaluator = build_evaluator(config, data.evaluation, manager, tokenizer.encode)
+        agent_loops = build_agent_loops(data, rollout, Judgers(data, system))
+        evaluator = build_evaluator(config, data.evaluation, evaluating_manager(agent_loops), tokenizer.encode)
         assert evaluator is not None, "there are held-out rows"
         await rollout.ready()
         return await evaluator.evaluate()
@@ -258,31 +272,105 @@ def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
     return Tokenizer.load(config.task.agent_loop_config.hf_checkpoint or model_path)
 
 
-def build_manager(
-    config: RunConfig,
-    data: CheckedData,
-    encode: EncodePrompt,
-    rollout: RolloutController,
-    judger: Judger,
-    replay_buffer: ReplayBuffer,
-) -> AgentLoopManager:
-    """Make what turns rows into judged groups."""
-    sampler = config.task.sampler_config
-    limit = config.trainer.max_failed_groups
-    return AgentLoopManager(
-        agent_loop=config.task.agent_loop_config.build_local(rollout, judger),
-        sampler=Sampler(
-            data.train,
-            encode=encode,
-            group_size=sampler.prompt_repeat_k,
-            seed=config.seed,
-            shuffle=sampler.shuffle,
-            max_prompt_tokens=sampler.max_prompt_tokens,
-            task_name=config.task.task_name,
-        ),
-        replay_buffer=replay_buffer,
-        limits=ProduceLimits(max_failed_groups=4 * config.trainer.groups_per_step if limit is None else limit),
+class Judgers:
+    """The judgers of the tasks, and what they count together.
+
+    Args:
+        data: The tasks; those with equal settings share a judger.
+        system: Where judger workers run.
+    """
+
+    def __init__(self, data: CheckedData, system: ActorSystem) -> None:
+        self._configs = data.judger_configs
+        self._judgers = [build_judger(judger_config, system=system) for judger_config in self._configs]
+
+    def of(self, task: CheckedTask) -> Judger:
+        """Return the judger of a task."""
+        return self._judgers[self._configs.index(task.judger_config)]
+
+    def statistics(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
+        """Return counts and times per judger since the last reset."""
+        together: dict[str, dict[str, float]] = {}
+        for judger in self._judgers:
+            together |= judger.statistics(reset=reset)
+        return together
+
+
+def build_buffer(config: RunConfig, folder: RunFolder) -> ReplayBuffer:
+    """Open the replay buffer of the run's folder."""
+    storage, trainer = config.replay_buffer.storage, config.trainer
+    limit = trainer.max_failed_groups
+    return build_replay_buffer(
+        config.replay_buffer,
+        trainer_mode=trainer.mode,
+        store=SQLiteStore(folder.path / BUFFER, compression_level=storage.compression_level)
+        if storage.durable
+        else MemoryStore(),
+        max_failed_groups=4 * trainer.groups_per_step if limit is None else limit,
     )
+
+
+def build_agent_loops(data: CheckedData, rollout: RolloutController, judgers: Judgers) -> dict[str, AgentLoop]:
+    """Make the agent loop of each task."""
+    return {
+        task.config.task_name: task.config.agent_loop_config.build_local(rollout, judgers.of(task))
+        for task in data.tasks
+    }
+
+
+async def build_manager(
+    config: RunConfig,
+    rollout: RolloutController,
+    agent_loops: Mapping[str, AgentLoop],
+    judgers: Judgers,
+    replay_buffer: ReplayBuffer,
+) -> Any:
+    """Make what runs groups: ours, or the user's."""
+    strategies = {task.task_name: task.produce_strategy_config for task in config.tasks}
+    return await create_agent_loop_manager(
+        config.agent_loop_manager,
+        llm_client=rollout,
+        replay_buffer=replay_buffer,
+        agent_loops=agent_loops,
+        judger=judgers,
+        partial_rollout=frozenset(name for name, strategy in strategies.items() if strategy.enable_partial_rollout),
+        is_valid={name: strategy.is_valid for name, strategy in strategies.items()},
+    )
+
+
+def evaluating_manager(agent_loops: Mapping[str, AgentLoop]) -> AgentLoopManager:
+    """Make what runs evaluations: always ours, and past the buffer."""
+    return AgentLoopManager(agent_loops, replay_buffer=ReplayBuffer())
+
+
+def build_producer(
+    config: RunConfig, data: CheckedData, encode: EncodePrompt, manager: Any, replay_buffer: ReplayBuffer
+) -> Producer:
+    """Make what turns rows into groups."""
+    tasks = [
+        ProducerTask(
+            name=task.config.task_name,
+            weight=task.config.weight,
+            strategy=task.config.produce_strategy_config,
+            sampler=Sampler(
+                task.rows,
+                encode=encode,
+                group_size=task.config.sampler_config.prompt_repeat_k,
+                seed=config.seed,
+                shuffle=task.config.sampler_config.shuffle,
+                max_prompt_tokens=task.config.sampler_config.max_prompt_tokens,
+                task_name=task.config.task_name,
+            ),
+        )
+        for task in data.tasks
+    ]
+    limit, settings = config.trainer.max_failed_groups, config.agent_loop_manager
+    limits = ProduceLimits(
+        max_failed_groups=4 * config.trainer.groups_per_step if limit is None else limit,
+        backoff_s=settings.backoff_s,
+        max_backoff_s=settings.max_backoff_s,
+    )
+    return Producer(tasks, manager=manager, replay_buffer=replay_buffer, limits=limits)
 
 
 def build_evaluator(

@@ -1,9 +1,8 @@
-"""Controller, agent loop, manager and weight sync over the scripted engine, on both backends of the actor layer."""
+"""Controller, agent loop and weight sync over the scripted engine, on both backends of the actor layer."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from functools import partial
 from typing import Any
 
 import anyio
@@ -12,11 +11,9 @@ import torch
 
 from tests.build import make_state
 from xrl_lite.actors import ActorSystem
-from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
 from xrl_lite.algorithms.digest import weights_digest
-from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
-from xrl_lite.errors import RunError, WeightSyncError
-from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.data import RolloutState, Status
+from xrl_lite.errors import WeightSyncError
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.weight_sync import WeightSync
@@ -45,17 +42,6 @@ def make_controller(system: ActorSystem, **options: Any) -> RolloutController:
 def fresh(**fields: Any) -> RolloutState:
     defaults = {"status": Status.INIT, "reward": None, "response": None, "response_ids": None, "logprobs": None}
     return make_state(**(defaults | fields))
-
-
-class ByText:
-    """Scores 1.0 for "A", else 0.0."""
-
-    async def judge(self, rollout_state: RolloutState) -> RolloutState:
-        rollout_state.reward = {"score": float(rollout_state.response == "A")}
-        return rollout_state
-
-    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
-        return [await self.judge(state) for state in rollout_states]
 
 
 class Trainer:
@@ -163,63 +149,3 @@ async def test_a_replica_with_other_weights_is_named_and_the_gate_opens_again(sy
         await sync.sync(1)
     assert sync.policy_version == -1
     assert (await controller.generate(fresh())).status is Status.COMPLETED
-
-
-# --- manager
-
-
-def make_manager(controller: RolloutController, *, prompts: list[int], limit: int = 4) -> AgentLoopManager:
-    rows = [Row(index=n, prompt=[{"role": "user", "content": str(p)}], ground_truth="A") for n, p in enumerate(prompts)]
-    config = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=4))
-    return AgentLoopManager(
-        agent_loop=config.build_local(controller, ByText()),
-        sampler=Sampler(
-            rows, encode=lambda messages: [int(messages[0]["content"])], group_size=2, shuffle=False, seed=0
-        ),
-        replay_buffer=ReplayBuffer(),
-        limits=ProduceLimits(max_failed_groups=limit),
-    )
-
-
-async def test_a_batch_is_generated_and_judged(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system, responses=[[65], [66]]), prompts=[1, 2, 3])
-    await manager.produce_batch(3, train_step=1)
-    groups, _ = await manager.replay_buffer.sample(1, "train", 3)
-    assert [group.uid for group in groups] == ["0", "1", "2"]
-    states = [state for group in groups for state in group.states]
-    assert all(state.reward == {"score": float(state.response == "A")} for state in states)
-    assert len({state.response for state in states}) == 2
-
-
-async def test_a_failed_group_is_replaced(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system, fail_prompts=[2]), prompts=[1, 2, 3])
-    await manager.produce_batch(2, train_step=1)
-    groups, metrics = await manager.replay_buffer.sample(1, "train", 2)
-    assert [group.states[0].prompt_ids for group in groups] == [[1], [3]]
-    assert metrics["buffer/failed_groups"] == 1.0
-
-
-async def test_failing_for_ever_ends_with_the_reason(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system, fail_prompts=[1]), prompts=[1], limit=3)
-    with pytest.raises(RunError, match=r"more than max_failed_groups=3.*scripted failure"):
-        await manager.produce_batch(2, train_step=1)
-
-
-async def test_a_judger_that_breaks_ends_the_batch(system: ActorSystem) -> None:
-    class Broken(ByText):
-        async def judge(self, rollout_state: RolloutState) -> RolloutState:
-            raise KeyError("a bug in the judger")
-
-    manager = make_manager(make_controller(system), prompts=[1])
-    manager.agent_loop.judger = Broken()
-    with pytest.raises(KeyError, match="a bug in the judger"):
-        await manager.produce_batch(2, train_step=1)
-
-
-async def test_evaluation_passes_the_buffer_by(system: ActorSystem) -> None:
-    manager = make_manager(make_controller(system), prompts=[1])
-    group = [fresh(rollout_id=n) for n in range(2)]
-    evaluate = partial(manager.evaluate, [group], sample_params=SampleParams(temperature=0.0, max_tokens=2))
-    (finished,) = await evaluate()
-    assert [state.status for state in finished] == [Status.COMPLETED] * 2
-    assert len(manager.replay_buffer) == 0

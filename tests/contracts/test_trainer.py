@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from xrl_lite.actors import ActorSystem
-from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
+from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, Producer, ProducerTask, SingleTurnAgentLoopConfig
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
-from xrl_lite.replay_buffer import PromptGroup, ReplayBuffer
+from xrl_lite.replay_buffer import PromptGroup, ReplayBufferConfig, build_replay_buffer
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
@@ -133,16 +133,16 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Reco
     def encode(messages: list[dict[str, Any]]) -> list[int]:
         return [int(messages[0]["content"])]
 
-    manager = AgentLoopManager(
-        agent_loop=SingleTurnAgentLoopConfig().build_local(rollout, judger),
-        sampler=Sampler(ROWS, encode=encode, group_size=8, seed=0),
-        replay_buffer=(buffer := ReplayBuffer()),
-        limits=ProduceLimits(max_failed_groups=0),
-    )
+    buffer = build_replay_buffer(ReplayBufferConfig(), max_failed_groups=0)
+    loops = {"task": SingleTurnAgentLoopConfig().build_local(rollout, judger)}
+    manager = AgentLoopManager(loops, replay_buffer=buffer)
+    task = ProducerTask(name="task", sampler=Sampler(ROWS, encode=encode, group_size=8, seed=0))
+    limits = ProduceLimits(max_failed_groups=0)
     parts = TrainerParts(
         engine=engine,
         weight_sync=WeightSync(source=engine, targets=rollout.adapters, gate=rollout),
         manager=manager,
+        producer=Producer([task], manager=manager, replay_buffer=buffer, limits=limits),
         replay_buffer=buffer,
         evaluator=Evaluator(
             manager, rows=ROWS, encode=encode, sample_params={"greedy": SampleParams()}, success_score=0.5

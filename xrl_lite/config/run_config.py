@@ -8,11 +8,12 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from xrl_lite.agent_loop import TaskSpecConfig
+from xrl_lite.agent_loop import AgentLoopManagerConfig, TaskSpecConfig
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.engine.base import EngineRegistry
 from xrl_lite.engine.config import EngineConfig
 from xrl_lite.engine.tiny_model_config import TinyModelConfig
+from xrl_lite.replay_buffer import ReplayBufferConfig
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.replica import RolloutReplicaRegistry
 from xrl_lite.settings import Settings, UserPath
@@ -59,6 +60,12 @@ class RunConfig(Settings):
     task: TaskSpecConfig
     """What to train on."""
 
+    agent_loop_manager: AgentLoopManagerConfig = AgentLoopManagerConfig()
+    """How groups are run, and further tasks."""
+
+    replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
+    """Which groups are trained on, and what is kept of them."""
+
     rollout: RolloutConfig = RolloutConfig()
     """Generation."""
 
@@ -81,6 +88,11 @@ class RunConfig(Settings):
     def num_updates(self) -> int:
         """Optimizer updates of the whole run."""
         return self.trainer.num_steps * self.engine.num_mini_batches * self.engine.num_epochs
+
+    @property
+    def tasks(self) -> list[TaskSpecConfig]:
+        """All tasks that are trained on; the first is the one that is evaluated."""
+        return [self.task, *self.agent_loop_manager.tasks]
 
     @property
     def folder(self) -> Path:

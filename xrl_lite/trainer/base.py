@@ -40,7 +40,8 @@ from xrl_lite.trainer.prepare import prepare_train_data
 from xrl_lite.trainer.stop import StopRequest
 
 if TYPE_CHECKING:
-    from xrl_lite.agent_loop import AgentLoopManager
+    from xrl_lite.agent_loop import Producer
+    from xrl_lite.agent_loop.manager import AgentLoopManager
     from xrl_lite.engine.batch import TrainBatch
     from xrl_lite.engine.controller import TrainingController
     from xrl_lite.replay_buffer import ReplayBuffer
@@ -71,7 +72,9 @@ class TrainerParts:
     weight_sync: WeightSync
     """Brings weights from the engine to the replicas."""
     manager: AgentLoopManager
-    """Produces groups."""
+    """Runs groups past the buffer, as an evaluation does."""
+    producer: Producer
+    """Decides which groups are run for training."""
     replay_buffer: ReplayBuffer
     """Holds groups."""
     evaluator: Evaluator | None
@@ -171,6 +174,8 @@ class RLTrainer(ABC):
         last_step = self.settings.trainer.num_steps
         if checkpoint is not None:
             await self._load(checkpoint)
+        # what was generated after the checkpoint is generated again, to the same bits
+        await self.parts.replay_buffer.restore(self.global_step, keep_newer=False)
         await self.on_init_end()
         if self._evaluation_due or (self.global_step == 0 and self.settings.evaluation.at_start):
             await self._evaluate()
@@ -220,7 +225,7 @@ class RLTrainer(ABC):
         """No step will follow. Called after an error too."""
 
     @abstractmethod
-    async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, float]]:
+    async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, Any]]:
         """Return the groups to train on, and metrics of the buffer."""
 
     def _prepare_train_data(self, groups: list[list[RolloutState]]) -> tuple[TrainBatch, dict[str, float]]:
@@ -308,12 +313,14 @@ class RLTrainer(ABC):
 
         state = {
             "global_step": self.global_step,
-            "sampler": self.parts.manager.sampler.state_dict(),
+            "producer": self.parts.producer.state_dict(),
             "steps_without_signal": self._steps_without_signal,
             "evaluation_due": self._evaluation_due,
         }
+        await self.parts.replay_buffer.flush()
         self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
         self._saved_step = self.global_step
+        self.parts.replay_buffer.checkpointed(self.parts.store.oldest_step())
         self.parts.callback.on_save(
             trainer=self, global_step=self.global_step, checkpoint_dir=str(self._checkpoint), async_save=False
         )
@@ -321,7 +328,7 @@ class RLTrainer(ABC):
     async def _load(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
         await self.parts.engine.load_checkpoint(checkpoint / ENGINE)
-        self.parts.manager.sampler.load_state_dict(state["sampler"])
+        self.parts.producer.load_state_dict(state["producer"])
         self.global_step = state["global_step"]
         self._saved_step = self.global_step
         self._steps_without_signal = state["steps_without_signal"]
