@@ -464,6 +464,11 @@ class ReplayBuffer:
         """Return how many groups stand in line to be trained on, finished or not: what pacing bounds."""
         return self.count(partition_id) - self.count(partition_id, GroupStatus.FAILURE, *PARKED)
 
+    @property
+    def num_admitted(self) -> int:
+        """Groups admitted over the whole run."""
+        return self._num_admitted
+
     def describe_wait(self, partition_id: str, batch_size: int) -> str:
         """Say what a batch waits for: group, age, worker, and what was last heard of it."""
         partition = self.table.partition(partition_id)

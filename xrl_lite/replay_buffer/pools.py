@@ -38,7 +38,6 @@ class TaskPools:
     def __init__(self, buffer: ReplayBuffer, partition_id: str = TRAIN) -> None:
         self._buffer = buffer
         self._partition = partition_id
-        self._num_put = 0
 
     async def put(
         self,
@@ -73,8 +72,8 @@ class TaskPools:
         if status is Status.EXPIRED and not expired_groups_retryable:
             _discard(items)
             return
-        buffer, self._num_put = self._buffer, self._num_put + 1
-        uid = f"{task_name}-put-{self._num_put}-{items[0].group_id}"
+        buffer = self._buffer
+        uid = f"{task_name}-put-{buffer.num_admitted}"
         await buffer.admit(
             uid, partition_id=self._partition, global_steps=current_train_step or 0, task_name=task_name, states=items
         )
