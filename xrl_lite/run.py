@@ -41,6 +41,7 @@ from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.log import logged_to
+from xrl_lite.metrics import LoopLag, actor_metrics, open_loggers
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build_replay_buffer
 from xrl_lite.rollout.controller import RolloutController
@@ -54,7 +55,7 @@ from xrl_lite.trainer.checkpoint import (
     require_complete,
 )
 from xrl_lite.trainer.evaluation import Evaluator
-from xrl_lite.trainer.report import ConsoleReporter, Reporter
+from xrl_lite.trainer.report import ConsoleReporter, QuietReporter, Reporter
 from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
 from xrl_lite.trainer.sync import SyncTrainer
@@ -76,7 +77,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
         ConfigError: settings, rows or model cannot be used; nothing was started.
         RunError, ActorError, JudgerError, WeightSyncError, CheckpointError: the run cannot go on.
     """
-    reporter = reporter or ConsoleReporter()
+    reporter = reporter or (ConsoleReporter() if "console" in config.report.loggers else QuietReporter())
     check_installed()
     data = check_data(config)
     check_model(config)
@@ -92,7 +93,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
         (folder.path / "config.yaml").write_text(dump_config(named), encoding="utf-8")
         reporter.note(f"run folder {folder.path}: {len(data.train)} rows to train on, {len(data.evaluation)} held out")
         async with actor_system(config, log_dir=folder.logs) as system:
-            stop = StopRequest()
+            stop, lag = StopRequest(), LoopLag()
 
             def kill() -> None:
                 reporter.finish()
@@ -105,12 +106,14 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
             ):
                 stop.cancel = starting.cancel  # until the first step there is nothing to finish
                 model_path = await prepare_model(config, system, reporter)
-                trainer = await build_trainer(config, data, model_path, folder, system, reporter, callback, stop)
+                trainer = await build_trainer(config, data, model_path, folder, system, reporter, callback, stop, lag)
                 # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
                 gc.freeze()
                 try:
-                    summary = await trainer.fit(checkpoint)
+                    async with lag.measured():
+                        summary = await trainer.fit(checkpoint)
                 finally:
+                    trainer.parts.loggers.close()
                     await trainer.parts.replay_buffer.close()
         reporter.summary(list(folder.metrics()), folder.path)
     return summary
@@ -125,6 +128,7 @@ async def build_trainer(
     reporter: Reporter,
     callback: CheckpointCallback,
     stop: StopRequest,
+    lag: LoopLag,
 ) -> RLTrainer:
     """Start the actors and connect the parts, as in the drawing above."""
     engine = TrainingController(
@@ -157,6 +161,15 @@ async def build_trainer(
         store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
         callback=callback,
         reporter=reporter,
+        loggers=open_loggers(
+            config.report.loggers,
+            name=folder.path.name,
+            project=config.report.project,
+            folder=folder.path,
+            settings=config.model_dump(mode="json"),
+            options=config.report.logger_options,
+        ),
+        health=lambda: actor_metrics(system.statistics()) | lag.metrics(),
     )
     settings = TrainerSettings(
         trainer=config.trainer, evaluation=config.evaluation, checkpoint=config.checkpoint, report=config.report
@@ -385,6 +398,7 @@ def build_evaluator(
         encode=encode,
         sample_params=config.evaluation.sample_params,
         success_score=config.evaluation.success_score,
+        num_samples=config.evaluation.num_samples,
     )
 
 

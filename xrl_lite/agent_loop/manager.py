@@ -224,15 +224,28 @@ class AgentLoopManager:
             self._is_pausing = False
         return time.perf_counter() - started
 
-    async def evaluate(self, groups: Sequence[list[RolloutState]], **kwargs: Any) -> list[list[RolloutState]]:
+    async def evaluate(
+        self,
+        groups: Sequence[list[RolloutState]],
+        *,
+        on_group: Callable[[int, list[RolloutState]], None] | None = None,
+        **kwargs: Any,
+    ) -> list[list[RolloutState]]:
         """Run groups that the buffer never sees, and return them in order.
 
         Their agent loop is that of the task they name, or of the first one.
+
+        Args:
+            groups: Fresh states.
+            on_group: Told of each group that ends: its place, and its states.
+            **kwargs: For the agent loop.
         """
         finished = list(groups)
 
         async def run(index: int, group: list[RolloutState]) -> None:
             finished[index] = await self._loop_of(group[0].task_name).generate_group(group, **kwargs)
+            if on_group is not None:
+                on_group(index, finished[index])
 
         with errors_as_themselves():
             async with anyio.create_task_group() as running:

@@ -48,6 +48,14 @@ class DrawsGroups(Protocol):
         """Return the next group."""
         ...
 
+    def metrics(self) -> dict[str, float]:
+        """Return what became of the groups of each task since the last call, where the manager counts them."""
+        counts = getattr(self.manager, "counts", None)
+        metrics: dict[str, float] = {}
+        for name, count in counts(reset=True).items() if counts else ():
+            metrics |= count.metrics(name)
+        return metrics
+
     def state_dict(self) -> SamplerState:
         """Return how far it is."""
         ...
@@ -295,6 +303,14 @@ class Producer:
         groups = sorted([*pending, *aborted], key=lambda group: group.ordinal)
         await self._run(groups)
         return len(groups)
+
+    def metrics(self) -> dict[str, float]:
+        """Return what became of the groups of each task since the last call, where the manager counts them."""
+        counts = getattr(self.manager, "counts", None)
+        metrics: dict[str, float] = {}
+        for name, count in counts(reset=True).items() if counts else ():
+            metrics |= count.metrics(name)
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far the samplers are, as values that JSON can hold."""

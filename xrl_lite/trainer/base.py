@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,9 +34,11 @@ from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import RunError
 from xrl_lite.judger import judger_metrics
+from xrl_lite.metrics import MetricLoggers, shares, with_verl_names
 from xrl_lite.replay_buffer import PromptGroup
 from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.prepare import prepare_train_data
+from xrl_lite.trainer.report import completion_table
 from xrl_lite.trainer.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -89,6 +91,10 @@ class TrainerParts:
     """Runs after each checkpoint."""
     reporter: Reporter
     """Shows what happens."""
+    loggers: MetricLoggers = field(default_factory=lambda: MetricLoggers({}))
+    """Take the metrics too."""
+    health: Callable[[], dict[str, float]] = dict
+    """Returns what the processes are doing: memory, restarts, lag of the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,11 +262,23 @@ class RLTrainer(ABC):
     def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
         if self.settings.report.save_rollouts:
             self.parts.folder.write_rollouts(self.global_step, [rollout_record(state) for state in states])
-        record = {**metrics, **self.times.metrics(metrics["num_tokens"])}
-        self.parts.folder.write_metrics({"step": self.global_step, **record})
+        record = {
+            **metrics,
+            **shares((state.finish_reason for state in states), "completions/finish_reason"),
+            **self.times.metrics(metrics["num_tokens"]),
+            **self.parts.health(),
+        }
+        self._log(record)
         self.parts.reporter.step(self.global_step, record)
         if self._is_due(self.settings.report.completions_every):
-            self.parts.reporter.completions(self.global_step, states[: self.settings.report.num_completions])
+            shown = states[: self.settings.report.num_completions]
+            self.parts.reporter.completions(self.global_step, shown)
+            self.parts.loggers.log_table(self.global_step, "completions", *completion_table(shown))
+
+    def _log(self, record: dict[str, Any]) -> None:
+        self.parts.folder.write_metrics({"step": self.global_step, **record})
+        renamed = with_verl_names(record) if self.settings.report.verl_names else record
+        self.parts.loggers.log(self.global_step, renamed)
 
     def _judger_metrics(self) -> dict[str, float]:
         metrics = judger_metrics(self.parts.judger.statistics(reset=True))
@@ -302,7 +320,7 @@ class RLTrainer(ABC):
         record = metrics | self._judger_metrics() | {"time/evaluation": time.perf_counter() - started}
         await self.on_validate_end()
         self._evaluation_due = False
-        self.parts.folder.write_metrics({"step": self.global_step, **record})
+        self._log(record)
         self.parts.reporter.evaluation(self.global_step, metrics)
 
     async def _save(self) -> None:

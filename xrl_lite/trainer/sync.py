@@ -21,7 +21,7 @@ class SyncTrainer(RLTrainer):
                 await producer.produce_batch(batch_size, train_step=self.global_step)
                 groups, metrics = await buffer.sample(self.global_step, TRAIN, batch_size)
         self._split_rollout_time(groups)
-        return groups, metrics
+        return groups, metrics | producer.metrics()
 
     async def on_sample_end(self) -> None:
         """Nothing to do: no request is in flight."""
