@@ -100,10 +100,15 @@ def _eval(options: argparse.Namespace) -> int:
     from xrl_lite import run
     from xrl_lite.config import load_config
 
-    given = [item.partition("=")[2] for item in options.overrides if item.startswith("checkpoint=")]
-    overrides = [item for item in options.overrides if not item.startswith("checkpoint=")]
+    given = {
+        name: Path(item.removeprefix(f"{name}="))
+        for name in ("checkpoint", "record")
+        for item in options.overrides
+        if item.startswith(f"{name}=")
+    }
+    overrides = [item for item in options.overrides if not item.startswith(("checkpoint=", "record="))]
     config = load_config(options.config, overrides)
-    metrics = run.run_until_done(partial(run.evaluate, config, Path(given[-1]) if given else None))
+    metrics = run.run_until_done(partial(run.evaluate, config, given.get("checkpoint"), record=given.get("record")))
     table = Table("metric", "value")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
@@ -150,7 +155,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check everything and show the resolved settings, but start nothing"
     )
     _config_command(
-        commands, "eval", "held-out accuracy of the starting model, or of a checkpoint given as checkpoint=PATH", _eval
+        commands,
+        "eval",
+        "held-out accuracy of the starting model, or of a checkpoint or model folder given as checkpoint=PATH; with "
+        "record=FILE it goes on where it was stopped",
+        _eval,
     )
     _config_command(
         commands, "build-model", "build and warm up the model of a config, if it is not cached", _build_model

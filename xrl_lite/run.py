@@ -54,7 +54,7 @@ from xrl_lite.trainer.checkpoint import (
     find_checkpoint,
     require_complete,
 )
-from xrl_lite.trainer.evaluation import Evaluator
+from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
 from xrl_lite.trainer.report import ConsoleReporter, QuietReporter, Reporter
 from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
@@ -178,7 +178,11 @@ async def build_trainer(
 
 
 async def evaluate(
-    config: RunConfig, checkpoint: Path | None = None, *, reporter: Reporter | None = None
+    config: RunConfig,
+    checkpoint: Path | None = None,
+    *,
+    reporter: Reporter | None = None,
+    record: Path | None = None,
 ) -> dict[str, float]:
     """Return the held-out accuracy of a checkpoint, or of the model the run starts from.
 
@@ -186,9 +190,11 @@ async def evaluate(
         config: Settings of the run.
         checkpoint: Folder of a checkpoint, or a Hugging Face folder.
         reporter: Is told what happens.
+        record: File that keeps what was answered; an evaluation that was stopped goes on from it.
 
     Raises:
         ConfigError: there are no held-out rows, or the checkpoint holds no model.
+        RunError: the record is of another evaluation.
     """
     reporter = reporter or ConsoleReporter()
     check_installed()
@@ -208,7 +214,8 @@ async def evaluate(
         evaluator = build_evaluator(config, data.evaluation, evaluating_manager(agent_loops), tokenizer.encode)
         assert evaluator is not None, "there are held-out rows"
         await rollout.ready()
-        return await evaluator.evaluate()
+        about = {"model": model_path, "evaluation": config.evaluation.model_dump(mode="json"), "seed": config.seed}
+        return await evaluator.evaluate(EvaluationRecord(record, about) if record else None)
 
 
 async def build_model(config: RunConfig, *, reporter: Reporter | None = None) -> str:
