@@ -21,6 +21,7 @@ from xrl_lite.data.staleness import (
     expire_stale_states,
     refresh_seq_staleness,
     stale_threshold,
+    version_range,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "stale_threshold",
     "update_sample_version",
     "update_status_from_finish_reason",
+    "version_range",
 ]

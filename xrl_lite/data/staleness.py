@@ -25,11 +25,21 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int = 1) -> int:
     return (max_staleness + 1) * sync_weights_interval
 
 
+def version_range(state: RolloutState) -> tuple[int, int] | None:
+    """Return the oldest and the newest version of a state's tokens; None for one without tokens."""
+    steps = state.response_model_steps
+    if not steps:
+        return None
+    first = steps[0]
+    # nearly always there is one version, and counting is much faster than comparing
+    return (first, first) if steps.count(first) == len(steps) else (min(steps), max(steps))
+
+
 def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int) -> None:
     """Set the staleness of each state from its oldest token; 0 for one without tokens."""
     for state in group:
-        steps = state.response_model_steps
-        state.seq_staleness = calculate_seq_staleness(min(steps), current_train_step) if steps else 0
+        versions = version_range(state)
+        state.seq_staleness = calculate_seq_staleness(versions[0], current_train_step) if versions else 0
 
 
 def calculate_group_effective_response_masks(

@@ -3,12 +3,15 @@
 A packed column is one byte for the type of its numbers, one for how they are stored, and the numbers, little-endian::
 
     H-....   types: B H I unsigned of 1, 2, 4 bytes; q signed of 8; f d floats of 4 and 8
-    fz....   stored as they are (-) or compressed by zlib (z)
+    Iz....   stored as they are (-), compressed by zlib (z), or, if all are the same, once after their number (=)
 
-so that a reader needs three lines of Python::
+so that a reader needs four lines of Python::
 
     kind, how, body = blob[:1].decode(), blob[1:2], blob[2:]
-    numbers = array.array(kind, zlib.decompress(body) if how == b"z" else body)
+    if how == b"=":  # 4 bytes: how many
+        numbers = array.array(kind, body[4:]) * int.from_bytes(body[:4], "little")
+    else:
+        numbers = array.array(kind, zlib.decompress(body) if how == b"z" else body)
 
 Text columns are UTF-8 compressed by zlib. What has no column of its own (`extra_fields`, tool calls, ...) is in `rest`:
 JSON where that gives back the same values, else a pickle, told apart by the first byte (``j`` or ``p``).
@@ -20,11 +23,11 @@ import json
 import pickle
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
-from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.data import RolloutState, SampleParams, Status, version_range
 
 NUMBERS = ("prompt_ids", "response_ids", "logprobs", "response_mask", "response_model_steps")
 """Fields of a state that are packed columns."""
@@ -52,17 +55,23 @@ def pack(numbers: Sequence[float] | None, *, level: int = 1) -> bytes | None:
     """
     if numbers is None:
         return None
+    if len(numbers) > 1 and numbers.count(numbers[0]) == len(numbers) and type(numbers[0]) is type(numbers[-1]):
+        one = _narrowest(numbers[:1])
+        return one.typecode.encode() + b"=" + len(numbers).to_bytes(4, "little") + one.tobytes()
     packed = _narrowest(numbers)
-    return packed.typecode.encode() + squeeze(packed.tobytes(), level)
+    kind = packed.typecode
+    # log-probs are noise: trying to compress them costs more than all the rest
+    return kind.encode() + (squeeze(packed.tobytes(), level) if kind not in "fd" else b"-" + packed.tobytes())
 
 
 def unpack(blob: bytes | None) -> list[Any] | None:
     """Return packed numbers."""
     if blob is None:
         return None
-    numbers: array[Any] = array(blob[:1].decode())
-    numbers.frombytes(unsqueeze(blob[1:]))
-    return numbers.tolist()
+    kind, how = blob[:1].decode(), blob[1:2]
+    if how == b"=":
+        return array(kind, blob[6:]).tolist() * int.from_bytes(blob[2:6], "little")
+    return array(kind, unsqueeze(blob[1:])).tolist()
 
 
 def squeeze(body: bytes, level: int) -> bytes:
@@ -79,11 +88,20 @@ def unsqueeze(blob: bytes) -> bytes:
     return zlib.decompress(blob[1:]) if blob[:1] == b"z" else blob[1:]
 
 
-def encode_state(state: RolloutState, *, level: int = 1) -> Row:
-    """Return a state as the columns of table ``trajectories`` that hold its content."""
+def encode_states(states: Sequence[RolloutState], *, level: int = 1) -> Iterator[Row]:
+    """Yield the columns of each state; what all attempts at a prompt share is packed once."""
+    before: tuple[list[int] | None, bytes | None] = None, None
+    for state in states:
+        if state.prompt_ids != before[0]:
+            before = state.prompt_ids, pack(state.prompt_ids, level=level)
+        yield {**encode_state(state, level=level, skip="prompt_ids"), "prompt_ids": before[1]}
+
+
+def encode_state(state: RolloutState, *, level: int = 1, skip: str = "") -> Row:
+    """Return a state as the columns of table ``trajectories`` that hold its content, but for one to skip."""
     reward = state.reward
     score = reward.get("score") if reward else None
-    versions = state.response_model_steps
+    versions = version_range(state)
     return {
         "rollout_id": None if state.rollout_id is None else str(state.rollout_id),
         "status": state.status.value,
@@ -92,9 +110,9 @@ def encode_state(state: RolloutState, *, level: int = 1) -> Row:
         "score": float(score) if isinstance(score, int | float) else None,
         "num_prompt_tokens": len(state.prompt_ids or ()),
         "num_response_tokens": len(state.response_ids or ()),
-        "min_version": min(versions) if versions else None,
-        "max_version": max(versions) if versions else None,
-        **{name: pack(getattr(state, name), level=level) for name in NUMBERS},
+        "min_version": versions[0] if versions else None,
+        "max_version": versions[1] if versions else None,
+        **{name: pack(getattr(state, name), level=level) for name in NUMBERS if name != skip},
         "response": None if state.response is None else zlib.compress(state.response.encode(), level),
         "reward": None if reward is None else _encode(reward, level),
         "rest": _encode(_rest_of(state), level),
@@ -135,12 +153,17 @@ def _narrowest(numbers: Sequence[float]) -> array[Any]:
         return array("B")
     if isinstance(numbers[0], float):
         return _floats(numbers)
+    whole = cast("Sequence[int]", numbers)
     try:
-        largest = max(numbers)
-        kind = "q" if min(numbers) < 0 else "B" if largest < 1 << 8 else "H" if largest < 1 << 16 else "I"
-        return array(kind, cast("Sequence[int]", numbers))
-    except (TypeError, OverflowError):  # whole numbers and floats mixed, or larger than 32 bits
-        return _floats(numbers) if any(isinstance(number, float) for number in numbers) else array("q", numbers)  # type: ignore[arg-type]
+        return array("B", bytes(whole))
+    except (TypeError, ValueError):
+        pass  # not all of them are bytes
+    try:
+        wide = array("I", whole)
+        high = wide.tobytes()[2::4], wide.tobytes()[3::4]
+        return array("H", whole) if all(part.count(0) == len(whole) for part in high) else wide
+    except (TypeError, OverflowError):  # negative ones, floats among them, or larger than 32 bits
+        return _floats(numbers) if any(isinstance(number, float) for number in numbers) else array("q", whole)
 
 
 def _floats(numbers: Sequence[float]) -> array[float]:

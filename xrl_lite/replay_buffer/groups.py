@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 
-from xrl_lite.data import RolloutState
+from xrl_lite.data import RolloutState, version_range
 
 
 class GroupStatus(Enum):
@@ -100,9 +100,9 @@ class PromptGroup:
 
     def measure(self) -> None:
         """Set what is known of its attempts as a whole: tokens and policy versions."""
-        versions = [state.response_model_steps for state in self.states if state.response_model_steps]
-        self.min_version = min(map(min, versions), default=None)
-        self.max_version = max(map(max, versions), default=None)
+        versions = [versions for state in self.states if (versions := version_range(state)) is not None]
+        self.min_version = min((oldest for oldest, _ in versions), default=None)
+        self.max_version = max((newest for _, newest in versions), default=None)
         self.num_tokens = sum(len(state.response_ids or ()) for state in self.states)
 
     @property

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from xrl_lite.data import version_range
 from xrl_lite.replay_buffer.eviction import Reason, span
 from xrl_lite.replay_buffer.groups import PromptGroup
 
@@ -73,12 +74,7 @@ class SampleTally:
 
 def _ages(taken: Sequence[PromptGroup], global_steps: int) -> dict[str, float]:
     dispatched = [global_steps - group.global_steps for group in taken]
-    versions = [
-        (min(state.response_model_steps), max(state.response_model_steps))
-        for group in taken
-        for state in group.states
-        if state.response_model_steps
-    ]
+    versions = [versions for group in taken for state in group.states if (versions := version_range(state)) is not None]
     newest = global_steps - 1
     worst = [newest - oldest for oldest, _ in versions]
     return {

@@ -63,7 +63,7 @@ import anyio.to_thread
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import StorageError
 from xrl_lite.log import get_logger
-from xrl_lite.replay_buffer.columns import NUMBERS, decode_state, encode_state
+from xrl_lite.replay_buffer.columns import NUMBERS, decode_state, encode_states
 from xrl_lite.replay_buffer.groups import GroupStatus, PromptGroup
 from xrl_lite.replay_buffer.store import IN_PROGRESS, StoredGroups
 
@@ -178,7 +178,7 @@ class SQLiteStore:
             connection.execute("DELETE FROM trajectories WHERE id >= ? AND id < ?", (first, first + (1 << _PLACES)))
             connection.executemany(
                 _INSERT_STATE,
-                ({"id": first + place, **encode_state(state, level=self._level)} for place, state in enumerate(states)),
+                ({"id": first + place, **row} for place, row in enumerate(encode_states(states, level=self._level))),
             )
 
         self._queue.put(write)

@@ -86,10 +86,14 @@ def test_packing_is_tight_and_compresses_what_repeats() -> None:
 
 
 def test_the_documented_way_to_read_a_column_works() -> None:
-    for numbers in ([7, 70000] * 100, [-0.5, -0.25]):
+    for numbers in ([7, 70000] * 100, [-0.5, -0.25], [3] * 9):
         blob = pack(numbers) or b""
         kind, how, body = blob[:1].decode(), blob[1:2], blob[2:]
-        assert array(kind, zlib.decompress(body) if how == b"z" else body).tolist() == numbers
+        if how == b"=":
+            read = array(kind, body[4:]) * int.from_bytes(body[:4], "little")
+        else:
+            read = array(kind, zlib.decompress(body) if how == b"z" else body)
+        assert read.tolist() == numbers
 
 
 @pytest.mark.parametrize(
