@@ -17,6 +17,8 @@ from xrl_lite.errors import ConfigError, ResourceError
 from xrl_lite.judger import AnyJudgerConfig
 from xrl_lite.judger.config import leaves
 from xrl_lite.judger.data_sources import check_routes, judger_for
+from xrl_lite.registry import load_object
+from xrl_lite.replay_buffer import load_buffer_class
 
 _ACTORS_SHOWN = 10
 
@@ -72,6 +74,7 @@ def check_data(config: RunConfig) -> CheckedData:
     Raises:
         ConfigError: rows are missing or wrong, or no judger fits them.
     """
+    check_user_code(config)
     evaluation_rows = load_rows(config.evaluation.data) if config.evaluation.data else []
     tasks: list[CheckedTask] = []
     for task in config.tasks:
@@ -87,6 +90,25 @@ def check_data(config: RunConfig) -> CheckedData:
     if twice:
         raise ConfigError(f"Two judgers with different settings have the name {twice[0]!r}. Give each its own name.")
     return data
+
+
+def check_user_code(config: RunConfig) -> None:
+    """Load what the settings name by path and is needed later only.
+
+    Raises:
+        PluginError: it cannot be loaded.
+        ConfigError: it is not what it should be.
+    """
+    load_buffer_class(config.replay_buffer)
+    if config.agent_loop_manager.agent_loop_manager_class:
+        load_object(config.agent_loop_manager.agent_loop_manager_class)
+    for task in config.tasks:
+        for path in (
+            task.produce_strategy_config.is_valid_sample_fn,
+            task.produce_strategy_config.should_continue_fn,
+        ):
+            if path is not None and not callable(load_object(path)):
+                raise ConfigError(f"Task {task.task_name}: {path} is no function.")
 
 
 def check_installed(modules: tuple[str, ...] = ("torch", "transformers")) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from xrl_lite.agent_loop import AgentLoopManagerConfig, TaskSpecConfig
+from xrl_lite.agent_loop import AgentLoopManagerConfig, SyncProduceStrategyConfig, TaskSpecConfig
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.engine.base import EngineRegistry
 from xrl_lite.engine.config import EngineConfig
@@ -124,7 +124,25 @@ class RunConfig(Settings):
                 f"rollout.dtype ({self.rollout.dtype}) must be engine.dtype ({self.engine.dtype}): the weights are "
                 f"handed over as they are."
             )
+        self._check_producing()
         RolloutReplicaRegistry.check(self.rollout.engine)
         EngineRegistry.check(self.engine.backend)
         ADVANTAGE_ESTIMATORS.check(self.trainer.advantage)
         return self
+
+    def _check_producing(self) -> None:
+        names = [task.task_name for task in self.tasks]
+        if len(set(names)) != len(names):
+            raise ValueError(f"every task needs a task_name of its own, got {', '.join(names)}.")
+        for task in self.tasks:
+            if self.trainer.mode == "sync" and not isinstance(task.produce_strategy_config, SyncProduceStrategyConfig):
+                raise ValueError(
+                    f"task {task.task_name}: produce_strategy_config.type=async carries groups over to later steps, "
+                    f"which trainer.mode=sync does not."
+                )
+            smallest, group_size = self.replay_buffer.min_sessions, task.sampler_config.prompt_repeat_k
+            if smallest > group_size:
+                raise ValueError(
+                    f"replay_buffer.min_sessions ({smallest}) is more than task {task.task_name} has attempts per "
+                    f"prompt (sampler_config.prompt_repeat_k={group_size}), so every group would fail."
+                )

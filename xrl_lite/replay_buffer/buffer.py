@@ -503,6 +503,7 @@ class ReplayBuffer:
 
         Groups that were being worked on wait to be started again; they are dispatched anew, for the step after `step`.
         """
+        assert not len(self.table), "a run goes on before it begins"
         stored = await self.store.rewind(step, keep_newer=keep_newer)
         for group in stored.groups:
             group.since = self._clock()
