@@ -123,4 +123,5 @@ def run_config(folder: Path, model: Path, **changes: Any) -> RunConfig:
 
 
 def without_times(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{name: value for name, value in record.items() if not name.startswith("time/")} for record in records]
+    changing = ("time/", "actor/", "loop_lag")
+    return [{name: value for name, value in record.items() if not name.startswith(changing)} for record in records]

@@ -89,7 +89,7 @@ def _dry_run(config: RunConfig) -> int:
 
     data = check.check_data(config)
     check.check_model(config)
-    actors = list(check.planned_actors(config, data.judger_config))
+    actors = list(check.planned_actors(config, data.judger_configs))
     table = Table("actor", "CPU slots", "threads", title="what the run would start", title_justify="left")
     for actor in actors:
         table.add_row(actor.name, f"{actor.num_cpus:g}", str(actor.num_threads or "all"))
@@ -99,7 +99,7 @@ def _dry_run(config: RunConfig) -> int:
     console.print(Text(dump_config(config).rstrip()))
     console.print(table)
     _say(f"{len(data.train)} rows to train on, {len(data.evaluation)} held out; {check.describe_model(config)}")
-    check.check_resources(config, data.judger_config)
+    check.check_resources(config, data.judger_configs)
     return EXIT_OK
 
 
@@ -107,10 +107,15 @@ def _eval(options: argparse.Namespace) -> int:
     from xrl_lite import run
     from xrl_lite.config import load_config
 
-    given = [item.partition("=")[2] for item in options.overrides if item.startswith("checkpoint=")]
-    overrides = [item for item in options.overrides if not item.startswith("checkpoint=")]
+    given = {
+        name: Path(item.removeprefix(f"{name}="))
+        for name in ("checkpoint", "record")
+        for item in options.overrides
+        if item.startswith(f"{name}=")
+    }
+    overrides = [item for item in options.overrides if not item.startswith(("checkpoint=", "record="))]
     config = load_config(options.config, overrides)
-    metrics = run.run_until_done(partial(run.evaluate, config, Path(given[-1]) if given else None))
+    metrics = run.run_until_done(partial(run.evaluate, config, given.get("checkpoint"), record=given.get("record")))
     table = Table("metric", "value")
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
@@ -243,7 +248,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dry-run", action="store_true", help="check everything and show the resolved settings, but start nothing"
     )
     _config_command(
-        commands, "eval", "held-out accuracy of the starting model, or of a checkpoint given as checkpoint=PATH", _eval
+        commands,
+        "eval",
+        "held-out accuracy of the starting model, or of a checkpoint or model folder given as checkpoint=PATH; with "
+        "record=FILE it goes on where it was stopped",
+        _eval,
     )
     _config_command(
         commands, "build-model", "build and warm up the model of a config, if it is not cached", _build_model

@@ -21,7 +21,10 @@
     ├── WeightSyncError                  a replica did not end up with the weights it was sent
     ├── RankError                        a training rank lost the others; names rank and phase
     ├── CheckpointError                  a checkpoint cannot be written or read
+    ├── LeaseError                       a group is no longer in the hands of who writes to it; the write is refused
     └── RunError                         the run cannot go on; says why and what to do
+        ├── BufferStarvedError           filters and failures leave nothing to train on; has the rewards filtered
+        └── StorageError                 what was generated cannot be written to the disk, or not be read back
 
 All of them pickle: an error may be raised in one process and read in another.
 """
@@ -109,8 +112,20 @@ class CheckpointError(XrlLiteError):
     """A checkpoint cannot be written or read."""
 
 
+class LeaseError(XrlLiteError):
+    """A write by a worker whose lease on the group is over: it ran too long, died, or was replaced."""
+
+
 class RunError(XrlLiteError):
     """The run cannot go on."""
+
+
+class BufferStarvedError(RunError):
+    """Filters and failures take every group, however many are generated."""
+
+
+class StorageError(RunError):
+    """What was generated cannot be kept on the disk, or cannot be read back."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

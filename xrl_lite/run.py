@@ -2,9 +2,9 @@
 
 ::
 
-    rows --> Sampler --> AgentLoopManager --> agent loop --> RolloutController --> rollout/0..n   (actors)
-                              |                   '--------> Judger ------------> judger/...      (actors)
-                         ReplayBuffer
+    rows --> Sampler --> Producer --> AgentLoopManager --> agent loop --> RolloutController --> rollout/0..n   (actors)
+                              |           |                  '--------> Judger ------------> judger/...      (actors)
+                            ReplayBuffer -- buffer.sqlite
                               |
                           RLTrainer --> TrainingController --> engine/0                           (actor)
                               '-------> WeightSync: engine/0 ==> rollout/0..n
@@ -15,18 +15,25 @@ Everything that is not the driver is an actor of one `ActorSystem`, which ends t
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
 
 from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
-from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits
+from xrl_lite.agent_loop import (
+    AgentLoop,
+    AgentLoopManager,
+    ProduceLimits,
+    Producer,
+    ProducerTask,
+    create_agent_loop_manager,
+)
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.config import RunConfig, dump_config
-from xrl_lite.config.check import CheckedData, check_data, check_installed, check_model, check_resources
+from xrl_lite.config.check import CheckedData, CheckedTask, check_data, check_installed, check_model, check_resources
 from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder
 from xrl_lite.engine.controller import TrainingController
@@ -34,8 +41,9 @@ from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.log import logged_to
+from xrl_lite.metrics import LoopLag, MetricLoggers, actor_metrics, open_loggers
 from xrl_lite.registry import load_object
-from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build_replay_buffer
 from xrl_lite.rollout.config import truncation_warning
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer.base import RLTrainer, RunSummary, TrainerParts, TrainerSettings
@@ -47,9 +55,9 @@ from xrl_lite.trainer.checkpoint import (
     find_checkpoint,
     require_complete,
 )
-from xrl_lite.trainer.evaluation import Evaluator
-from xrl_lite.trainer.report import ConsoleReporter, Reporter
-from xrl_lite.trainer.run_folder import CHECKPOINTS, RunFolder
+from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
+from xrl_lite.trainer.report import ConsoleReporter, QuietReporter, Reporter
+from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
 from xrl_lite.trainer.sync import SyncTrainer
 from xrl_lite.weight_sync import WeightSync, choose_transport, make_transport
@@ -70,11 +78,11 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
         ConfigError: settings, rows or model cannot be used; nothing was started.
         RunError, ActorError, JudgerError, WeightSyncError, CheckpointError: the run cannot go on.
     """
-    reporter = reporter or ConsoleReporter()
+    reporter = reporter or (ConsoleReporter() if "console" in config.report.loggers else QuietReporter())
     check_installed()
     data = check_data(config)
     check_model(config)
-    check_resources(config, data.judger_config)
+    check_resources(config, data.judger_configs)
     callback = build_callback(config)
     summary = None
     with closing(open_folder(config)) as folder, logged_to(folder.logs / "driver.log"):
@@ -86,7 +94,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
         (folder.path / "config.yaml").write_text(dump_config(named), encoding="utf-8")
         reporter.note(f"run folder {folder.path}: {len(data.train)} rows to train on, {len(data.evaluation)} held out")
         async with actor_system(config, log_dir=folder.logs) as system:
-            stop = StopRequest()
+            stop, lag = StopRequest(), LoopLag()
 
             def kill() -> None:
                 reporter.finish()
@@ -99,32 +107,30 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
             ):
                 stop.cancel = starting.cancel  # until the first step there is nothing to finish
                 model_path = await prepare_model(config, system, reporter)
-                tokenizer = load_tokenizer(config, model_path)
-                async with build_rollout(config, model_path, tokenizer, system) as rollout:
-                    trainer = await build_trainer(
-                        config, data, model_path, tokenizer, folder, system, rollout, reporter, callback, stop
-                    )
+                async with open_trainer(
+                    config, data, model_path, folder, system, reporter, callback, stop, lag
+                ) as trainer:
                     # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
                     gc.freeze()
-                    with closing(trainer.parts.weight_sync):
+                    async with lag.measured():
                         summary = await trainer.fit(checkpoint)
         reporter.summary(list(folder.metrics()), folder.path)
     return summary
 
 
-async def build_trainer(
+@asynccontextmanager
+async def open_trainer(
     config: RunConfig,
     data: CheckedData,
     model_path: str,
-    tokenizer: Tokenizer,
     folder: RunFolder,
     system: ActorSystem,
-    rollout: RolloutController,
     reporter: Reporter,
     callback: CheckpointCallback,
     stop: StopRequest,
-) -> RLTrainer:
-    """Start the actors and connect the parts, as in the drawing above."""
+    lag: LoopLag,
+) -> AsyncIterator[RLTrainer]:
+    """Start the actors and connect the parts, as in the drawing above; close at the end what is to be closed."""
     engine = TrainingController(
         system,
         config=config.engine,
@@ -133,41 +139,57 @@ async def build_trainer(
         num_updates=config.num_updates,
         seed=config.seed,
     )
-    judger = build_judger(data.judger_config, system=system)
-    replay_buffer = ReplayBuffer()
-    manager = build_manager(config, data, tokenizer, rollout, judger, replay_buffer, model_path, system)
-    await manager.agent_loop.ready()
-    num_tested = await self_test_judger(judger, data.train, tokenizer.encode)
-    if (warning := truncation_warning(config.task.agent_loop_config.sample_params)) is not None:
-        reporter.note(f"warning: {warning}")
-    await engine.ready()
-    await rollout.ready()
-    reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
-    parts = TrainerParts(
-        engine=engine,
-        weight_sync=await build_weight_sync(config, engine, rollout),
-        manager=manager,
-        replay_buffer=replay_buffer,
-        evaluator=build_evaluator(config, data.evaluation, manager, tokenizer.encode),
-        judger=judger,
-        folder=folder,
-        store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
-        callback=callback,
-        reporter=reporter,
-    )
-    settings = TrainerSettings(
-        trainer=config.trainer,
-        evaluation=config.evaluation,
-        checkpoint=config.checkpoint,
-        report=config.report,
-        algorithm=config.resolved_algorithm,
-        max_tokens=config.engine.max_tokens_per_micro_batch,
-    )
-    return TRAINERS[config.trainer.mode](parts, settings, stop)
+    tokenizer = load_tokenizer(config, model_path)
+    async with AsyncExitStack() as stack:
+        rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
+        judgers = Judgers(data, system)
+        replay_buffer = build_buffer(config, folder)
+        stack.push_async_callback(replay_buffer.close)
+        agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
+        manager = await build_manager(config, rollout, agent_loops, judgers, replay_buffer)
+        producer = build_producer(config, data, tokenizer.encode, manager, replay_buffer)
+        evaluating = evaluating_manager(agent_loops)
+        num_tested = await self_test_judgers(judgers, data.tasks, tokenizer.encode)
+        for task in config.tasks:
+            if (warning := truncation_warning(task.agent_loop_config.sample_params)) is not None:
+                reporter.note(f"warning: {warning}")
+        await engine.ready()
+        await rollout.ready()
+        reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
+        weight_sync = stack.enter_context(closing(await build_weight_sync(config, engine, rollout)))
+        loggers = stack.enter_context(closing(build_loggers(config, folder)))
+        parts = TrainerParts(
+            engine=engine,
+            weight_sync=weight_sync,
+            manager=evaluating,
+            producer=producer,
+            replay_buffer=replay_buffer,
+            evaluator=build_evaluator(config, data.evaluation, evaluating, tokenizer.encode),
+            judger=judgers,
+            folder=folder,
+            store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
+            callback=callback,
+            reporter=reporter,
+            loggers=loggers,
+            health=lambda: actor_metrics(system.statistics()) | lag.metrics(),
+        )
+        settings = TrainerSettings(
+            trainer=config.trainer,
+            evaluation=config.evaluation,
+            checkpoint=config.checkpoint,
+            report=config.report,
+            algorithm=config.resolved_algorithm,
+            max_tokens=config.engine.max_tokens_per_micro_batch,
+        )
+        yield TRAINERS[config.trainer.mode](parts, settings, stop)
 
 
 async def evaluate(
-    config: RunConfig, checkpoint: Path | None = None, *, reporter: Reporter | None = None
+    config: RunConfig,
+    checkpoint: Path | None = None,
+    *,
+    reporter: Reporter | None = None,
+    record: Path | None = None,
 ) -> dict[str, float]:
     """Return the held-out accuracy of a checkpoint, or of the model the run starts from.
 
@@ -175,28 +197,32 @@ async def evaluate(
         config: Settings of the run.
         checkpoint: Folder of a checkpoint, or a Hugging Face folder.
         reporter: Is told what happens.
+        record: File that keeps what was answered; an evaluation that was stopped goes on from it.
 
     Raises:
         ConfigError: there are no held-out rows, or the checkpoint holds no model.
+        RunError: the record is of another evaluation.
     """
     reporter = reporter or ConsoleReporter()
     check_installed()
     data = check_data(config)
     check_model(config)
-    check_resources(config, data.judger_config)
+    check_resources(config, data.judger_configs)
     if not data.evaluation:
         raise ConfigError("There is nothing to evaluate on: evaluation.data is not set.")
     async with actor_system(config, log_dir=None) as system:
         given = model_of_checkpoint(checkpoint) if checkpoint else None
         model_path = given or await prepare_model(config, system, reporter)
         tokenizer = load_tokenizer(config, model_path)
-        async with build_rollout(config, model_path, tokenizer, system) as rollout:
-            judger = build_judger(data.judger_config, system=system)
-            manager = build_manager(config, data, tokenizer, rollout, judger, ReplayBuffer(), model_path, system)
-            evaluator = build_evaluator(config, data.evaluation, manager, tokenizer.encode)
+        async with AsyncExitStack() as stack:
+            rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
+            judgers = Judgers(data, system)
+            agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
+            evaluator = build_evaluator(config, data.evaluation, evaluating_manager(agent_loops), tokenizer.encode)
             assert evaluator is not None, "there are held-out rows"
             await rollout.ready()
-            return await evaluator.evaluate()
+            about = {"model": model_path, "evaluation": config.evaluation.model_dump(mode="json"), "seed": config.seed}
+            return await evaluator.evaluate(EvaluationRecord(record, about) if record else None)
 
 
 async def build_model(config: RunConfig, *, reporter: Reporter | None = None) -> str:
@@ -312,35 +338,118 @@ async def build_weight_sync(config: RunConfig, engine: TrainingController, rollo
     )
 
 
-def build_manager(
-    config: RunConfig,
+class Judgers:
+    """The judgers of the tasks, and what they count together.
+
+    Args:
+        data: The tasks; those with equal settings share a judger.
+        system: Where judger workers run.
+    """
+
+    def __init__(self, data: CheckedData, system: ActorSystem) -> None:
+        self._configs = data.judger_configs
+        self._judgers = [build_judger(judger_config, system=system) for judger_config in self._configs]
+
+    def of(self, task: CheckedTask) -> Judger:
+        """Return the judger of a task."""
+        return self._judgers[self._configs.index(task.judger_config)]
+
+    def statistics(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
+        """Return counts and times per judger since the last reset."""
+        together: dict[str, dict[str, float]] = {}
+        for judger in self._judgers:
+            together |= judger.statistics(reset=reset)
+        return together
+
+
+def build_buffer(config: RunConfig, folder: RunFolder) -> ReplayBuffer:
+    """Open the replay buffer of the run's folder."""
+    storage, trainer = config.replay_buffer.storage, config.trainer
+    limit = trainer.max_failed_groups
+    return build_replay_buffer(
+        config.replay_buffer,
+        trainer_mode=trainer.mode,
+        store=SQLiteStore(folder.path / BUFFER, compression_level=storage.compression_level)
+        if storage.durable
+        else MemoryStore(),
+        max_failed_groups=4 * trainer.groups_per_step if limit is None else limit,
+    )
+
+
+async def open_agent_loops(
     data: CheckedData,
-    tokenizer: Tokenizer,
     rollout: RolloutController,
-    judger: Judger,
-    replay_buffer: ReplayBuffer,
+    judgers: Judgers,
+    tokenizer: Tokenizer,
     model_path: str,
     system: ActorSystem,
-) -> AgentLoopManager:
-    """Make what turns rows into judged groups."""
-    sampler = config.task.sampler_config
-    limit = config.trainer.max_failed_groups
-    return AgentLoopManager(
-        agent_loop=config.task.agent_loop_config.build(
-            rollout, judger, tokenizer=tokenizer, model_path=model_path, system=system
-        ),
-        sampler=Sampler(
-            data.train,
-            encode=tokenizer.encode,
-            group_size=sampler.prompt_repeat_k,
-            seed=config.seed,
-            shuffle=sampler.shuffle,
-            max_prompt_tokens=sampler.max_prompt_tokens,
-            task_name=config.task.task_name,
-        ),
+    stack: AsyncExitStack,
+) -> dict[str, AgentLoop]:
+    """Make the agent loop of each task, wait until it can serve, and have it closed with the stack."""
+    agent_loops: dict[str, AgentLoop] = {}
+    for task in data.tasks:
+        agent_loop = task.config.agent_loop_config.build(
+            rollout, judgers.of(task), tokenizer=tokenizer, model_path=model_path, system=system
+        )
+        stack.push_async_callback(agent_loop.aclose)
+        await agent_loop.ready()
+        agent_loops[task.config.task_name] = agent_loop
+    return agent_loops
+
+
+async def build_manager(
+    config: RunConfig,
+    rollout: RolloutController,
+    agent_loops: Mapping[str, AgentLoop],
+    judgers: Judgers,
+    replay_buffer: ReplayBuffer,
+) -> Any:
+    """Make what runs groups: ours, or the user's."""
+    strategies = {task.task_name: task.produce_strategy_config for task in config.tasks}
+    return await create_agent_loop_manager(
+        config.agent_loop_manager,
+        llm_client=rollout,
         replay_buffer=replay_buffer,
-        limits=ProduceLimits(max_failed_groups=4 * config.trainer.groups_per_step if limit is None else limit),
+        agent_loops=agent_loops,
+        judger=judgers,
+        partial_rollout=frozenset(name for name, strategy in strategies.items() if strategy.enable_partial_rollout),
+        is_valid={name: strategy.is_valid for name, strategy in strategies.items()},
     )
+
+
+def evaluating_manager(agent_loops: Mapping[str, AgentLoop]) -> AgentLoopManager:
+    """Make what runs evaluations: always ours, and past the buffer."""
+    return AgentLoopManager(agent_loops, replay_buffer=ReplayBuffer())
+
+
+def build_producer(
+    config: RunConfig, data: CheckedData, encode: EncodePrompt, manager: Any, replay_buffer: ReplayBuffer
+) -> Producer:
+    """Make what turns rows into groups."""
+    tasks = [
+        ProducerTask(
+            name=task.config.task_name,
+            weight=task.config.weight,
+            strategy=task.config.produce_strategy_config,
+            sampler=Sampler(
+                task.rows,
+                encode=encode,
+                group_size=task.config.sampler_config.prompt_repeat_k,
+                seed=config.seed,
+                shuffle=task.config.sampler_config.shuffle,
+                max_prompt_tokens=task.config.sampler_config.max_prompt_tokens,
+                task_name=task.config.task_name,
+            ),
+        )
+        for task in data.tasks
+    ]
+    limit, settings = config.trainer.max_failed_groups, config.agent_loop_manager
+    limits = ProduceLimits(
+        max_failed_groups=4 * config.trainer.groups_per_step if limit is None else limit,
+        backoff_s=settings.backoff_s,
+        max_backoff_s=settings.max_backoff_s,
+    )
+    return Producer(tasks, manager=manager, replay_buffer=replay_buffer, limits=limits)
 
 
 def build_evaluator(
@@ -355,6 +464,19 @@ def build_evaluator(
         encode=encode,
         sample_params=config.evaluation.sample_params,
         success_score=config.evaluation.success_score,
+        num_samples=config.evaluation.num_samples,
+    )
+
+
+def build_loggers(config: RunConfig, folder: RunFolder) -> MetricLoggers:
+    """Open the loggers that the settings name."""
+    return open_loggers(
+        config.report.loggers,
+        name=folder.path.name,
+        project=config.report.project,
+        folder=folder.path,
+        settings=config.model_dump(mode="json"),
+        options=config.report.logger_options,
     )
 
 
@@ -364,11 +486,12 @@ def build_callback(config: RunConfig) -> CheckpointCallback:
     return callback(config=config)
 
 
-async def self_test_judger(judger: Judger, rows: Sequence[Row], encode: EncodePrompt) -> int:
+async def self_test_judgers(judgers: Judgers, tasks: Sequence[CheckedTask], encode: EncodePrompt) -> int:
     """Let every judger prove itself on a right and a wrong answer to a row of its own; return how many could."""
-    first_of_source = {str(row.data_source): row for row in reversed(rows)}
     tested: set[str] = set()
-    for row in first_of_source.values():
-        state = make_group(row, encode(row.prompt), group_id=0, group_size=1)[0]
-        tested |= {result.judger for result in await self_test(judger, state)}
+    for task in tasks:
+        first_of_source = {str(row.data_source): row for row in reversed(task.rows)}
+        for row in first_of_source.values():
+            state = make_group(row, encode(row.prompt), group_id=0, group_size=1)[0]
+            tested |= {result.judger for result in await self_test(judgers.of(task), state)}
     return len(tested)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import anyio
@@ -14,10 +13,10 @@ import torch
 
 from tests.build import make_state
 from xrl_lite.actors import ActorSystem
-from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
+from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, Producer, ProducerTask, SingleTurnAgentLoopConfig
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
-from xrl_lite.errors import ActorUnavailableError, ConfigError, RunError, WeightSyncError
-from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.errors import ActorUnavailableError, BufferStarvedError, ConfigError, WeightSyncError
+from xrl_lite.replay_buffer import PromptGroup, ReplayBufferConfig, build_replay_buffer
 from xrl_lite.rollout import RolloutConfig, link
 from xrl_lite.rollout.adapter import FixedWeightsAdapter
 from xrl_lite.rollout.client import LLMClient
@@ -500,28 +499,39 @@ async def test_an_engine_that_cannot_start_says_why(system: ActorSystem) -> None
             await controller.generate(fresh())
 
 
-# --- manager
+# --- manager and producer
 
 
-def make_manager(controller: RolloutController, *, prompts: list[int], limit: int = 4) -> AgentLoopManager:
+def make_producer(
+    controller: RolloutController, *, prompts: list[int], limit: int = 4, judger: ByText | None = None
+) -> Producer:
     rows = [Row(index=n, prompt=[{"role": "user", "content": str(p)}], ground_truth="A") for n, p in enumerate(prompts)]
     config = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=4))
-    return AgentLoopManager(
-        agent_loop=config.build_local(controller, ByText()),
-        sampler=Sampler(
-            rows, encode=lambda messages: [int(messages[0]["content"])], group_size=2, shuffle=False, seed=0
-        ),
-        replay_buffer=ReplayBuffer(),
-        limits=ProduceLimits(max_failed_groups=limit),
+    buffer = build_replay_buffer(ReplayBufferConfig(), max_failed_groups=limit)
+    loops = {"t": config.build_local(controller, judger or ByText())}
+    manager = AgentLoopManager(loops, replay_buffer=buffer, requests=controller)
+    sampler = Sampler(
+        rows,
+        encode=lambda messages: [int(messages[0]["content"])],
+        group_size=2,
+        shuffle=False,
+        seed=0,
+        task_name="t",
     )
+    limits = ProduceLimits(max_failed_groups=limit, backoff_s=0.001, max_backoff_s=0.01)
+    return Producer([ProducerTask(name="t", sampler=sampler)], manager=manager, replay_buffer=buffer, limits=limits)
+
+
+async def one_batch(producer: Producer, size: int) -> tuple[list[PromptGroup], dict[str, Any]]:
+    async with producer.running():
+        await producer.produce_batch(size, train_step=1)
+        return await producer.replay_buffer.sample(1, "train", size)
 
 
 async def test_a_batch_is_generated_and_judged(system: ActorSystem) -> None:
     async with make_controller(system, responses=[[65], [66]]) as controller:
-        manager = make_manager(controller, prompts=[1, 2, 3])
-        await manager.produce_batch(3, train_step=1)
-        groups, _ = await manager.replay_buffer.sample(1, "train", 3)
-        assert [group.uid for group in groups] == ["0", "1", "2"]
+        groups, _ = await one_batch(make_producer(controller, prompts=[1, 2, 3]), 3)
+        assert [group.uid for group in groups] == ["t-0", "t-1", "t-2"]
         states = [state for group in groups for state in group.states]
         assert all(state.reward == {"score": float(state.response == "A")} for state in states)
         assert len({state.response for state in states}) == 2
@@ -529,18 +539,15 @@ async def test_a_batch_is_generated_and_judged(system: ActorSystem) -> None:
 
 async def test_a_failed_group_is_replaced(system: ActorSystem) -> None:
     async with make_controller(system, fail_prompts=[2]) as controller:
-        manager = make_manager(controller, prompts=[1, 2, 3])
-        await manager.produce_batch(2, train_step=1)
-        groups, metrics = await manager.replay_buffer.sample(1, "train", 2)
+        groups, metrics = await one_batch(make_producer(controller, prompts=[1, 2, 3]), 2)
         assert [group.states[0].prompt_ids for group in groups] == [[1], [3]]
         assert metrics["buffer/failed_groups"] == 1.0
 
 
 async def test_failing_for_ever_ends_with_the_reason(system: ActorSystem) -> None:
     async with make_controller(system, fail_prompts=[1]) as controller:
-        manager = make_manager(controller, prompts=[1], limit=3)
-        with pytest.raises(RunError, match=r"more than max_failed_groups=3.*scripted failure"):
-            await manager.produce_batch(2, train_step=1)
+        with pytest.raises(BufferStarvedError, match=r"(?s)max_failed_groups=3.*scripted failure"):
+            await one_batch(make_producer(controller, prompts=[1], limit=3), 2)
 
 
 async def test_a_judger_that_breaks_ends_the_batch(system: ActorSystem) -> None:
@@ -549,17 +556,15 @@ async def test_a_judger_that_breaks_ends_the_batch(system: ActorSystem) -> None:
             raise KeyError("a bug in the judger")
 
     async with make_controller(system) as controller:
-        manager = make_manager(controller, prompts=[1])
-        manager.agent_loop.judger = Broken()
         with pytest.raises(KeyError, match="a bug in the judger"):
-            await manager.produce_batch(2, train_step=1)
+            await one_batch(make_producer(controller, prompts=[1], judger=Broken()), 2)
 
 
 async def test_evaluation_passes_the_buffer_by(system: ActorSystem) -> None:
     async with make_controller(system) as controller:
-        manager = make_manager(controller, prompts=[1])
+        producer = make_producer(controller, prompts=[1])
         group = [fresh(rollout_id=n) for n in range(2)]
-        evaluate = partial(manager.evaluate, [group], sample_params=SampleParams(temperature=0.0, max_tokens=2))
-        (finished,) = await evaluate()
+        params = SampleParams(temperature=0.0, max_tokens=2)
+        (finished,) = await producer.manager.evaluate([group], sample_params=params)
         assert [state.status for state in finished] == [Status.COMPLETED] * 2
-        assert len(manager.replay_buffer) == 0
+        assert len(producer.replay_buffer) == 0

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from xrl_lite.actors import ActorSystem
-from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, SingleTurnAgentLoopConfig
+from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, Producer, ProducerTask, SingleTurnAgentLoopConfig
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
-from xrl_lite.replay_buffer import PromptGroup, ReplayBuffer
+from xrl_lite.replay_buffer import PromptGroup, ReplayBufferConfig, build_replay_buffer
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
@@ -151,12 +151,11 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
     def encode(messages: list[dict[str, Any]]) -> list[int]:
         return [int(messages[0]["content"])]
 
-    manager = AgentLoopManager(
-        agent_loop=SingleTurnAgentLoopConfig().build_local(rollout, judger),
-        sampler=Sampler(ROWS, encode=encode, group_size=8, seed=0),
-        replay_buffer=(buffer := ReplayBuffer()),
-        limits=ProduceLimits(max_failed_groups=0),
-    )
+    buffer = build_replay_buffer(ReplayBufferConfig(), max_failed_groups=0)
+    loops = {"task": SingleTurnAgentLoopConfig().build_local(rollout, judger)}
+    manager = AgentLoopManager(loops, replay_buffer=buffer)
+    task = ProducerTask(name="task", sampler=Sampler(ROWS, encode=encode, group_size=8, seed=0))
+    limits = ProduceLimits(max_failed_groups=0)
     parts = TrainerParts(
         engine=engine,
         weight_sync=WeightSync(
@@ -166,6 +165,7 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
             transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=10.0),
         ),
         manager=manager,
+        producer=Producer([task], manager=manager, replay_buffer=buffer, limits=limits),
         replay_buffer=buffer,
         evaluator=Evaluator(
             manager, rows=ROWS, encode=encode, sample_params={"greedy": SampleParams()}, success_score=0.5

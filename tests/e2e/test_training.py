@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,9 @@ async def test_a_run_leaves_the_folder_that_is_promised(tmp_path: Path, tiny_mod
     assert {path.name for path in (folder / "rollouts").iterdir()} == {f"step_{n:06d}.jsonl" for n in (1, 2, 3)}
     assert is_complete(folder / "checkpoints" / "step_000003")
     assert {"driver.log", "engine", "rollout", "judger"} <= {path.name for path in (folder / "logs").iterdir()}
+    with sqlite3.connect(folder / "buffer.sqlite") as database:
+        kept = database.execute("SELECT step, count(*) FROM groups WHERE status = 'trained' GROUP BY step").fetchall()
+    assert kept == [(1, 4), (2, 4), (3, 4)]
     trained = [record for record in records if "loss" in record]
     assert [record["judger/by_length/ok"] for record in records] == [8, 16, 16, 16, 8]
     assert all(record["logprob_gap/max"] < 1e-4 for record in trained)
@@ -103,7 +107,11 @@ async def test_a_reward_function_that_always_raises_stops_the_run_with_its_trace
 async def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(tmp_path: Path, tiny_model_folder: Path) -> None:
     records = await train(tmp_path, tiny_model_folder)
     config = run_config(tmp_path, tiny_model_folder)
-    metrics = await run.evaluate(config, config.folder / "checkpoints" / "step_000003", reporter=Silent())
+    record = tmp_path / "eval.jsonl"
+    metrics = await run.evaluate(
+        config, config.folder / "checkpoints" / "step_000003", reporter=Silent(), record=record
+    )
+    assert len(record.read_text().splitlines()) == 1 + 8
     assert metrics["eval/sampled/score"] == records[-1]["eval/sampled/score"]
     assert metrics["eval/sampled/mean_length"] == records[-1]["eval/sampled/mean_length"]
 

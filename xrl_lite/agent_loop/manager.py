@@ -1,123 +1,251 @@
-"""Keeps groups running until a batch of them has ended.
+"""Runs groups: each in a task of its own, from the buffer to the buffer.
 
 ::
 
-    sampler --group--> admitted in the buffer --> agent loop --> finished, or failure and a replacement is drawn
+    generate_sequences(groups) --> lease --> agent loop (attempts that are not complete yet) --> finished | failure
+                                                 '--- pause(): its requests are ended --> aborted, with what it has
 
-Waits for    the agent loops; their waits have deadlines
+Waits for    the agent loops; a group that takes longer than `group_timeout_s` closes with what has ended
 Is woken by  a group that ends
 
-A failed attempt is data: its siblings go on. Anything else (a dead engine, a bug) ends `produce_batch`: all groups in
-flight are cancelled and awaited, then the error is raised.
+A failed attempt is data: its siblings go on. Anything else (a dead engine, a bug) ends `running`: all groups in flight
+are cancelled, awaited and given back, then the error is raised.
+
+Another class can take this one's place (`AgentLoopManagerConfig.agent_loop_manager_class`): see `RunsGroups`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Self
+from typing import Any, Protocol, Self
 
 import anyio
-from pydantic import Field, model_validator
+from anyio.abc import TaskGroup
 
-from xrl_lite.agent_loop.base import AGENT_LOOPS, AgentLoop, AgentLoopConfig, check_batch_judge
-from xrl_lite.agent_loop.single_turn import SingleTurnAgentLoopConfig
-from xrl_lite.data import RolloutState, Sampler, SamplerConfig
-from xrl_lite.errors import RunError, errors_as_themselves
-from xrl_lite.judger import AnyJudgerConfig
+from xrl_lite.agent_loop.base import AgentLoop
+from xrl_lite.agent_loop.strategy import AgentLoopManagerConfig, IsValidSampleFn, all_are_valid
+from xrl_lite.data import RolloutState, Status, reset_rollout_response
+from xrl_lite.errors import ConfigError, LeaseError, RunError, errors_as_themselves
 from xrl_lite.log import get_logger
-from xrl_lite.replay_buffer import GroupStatus, ReplayBuffer
-from xrl_lite.settings import Settings, chosen_by_type
+from xrl_lite.registry import load_object
+from xrl_lite.replay_buffer import GroupStatus, Lease, PromptGroup, ReplayBuffer
 
 logger = get_logger(__name__)
 
-TRAIN = "train"
-"""Partition of the buffer that training draws from."""
+LEASE_SLACK_S = 60.0
+"""How much longer than a group itself its lease lasts: storing it takes time too."""
 
 
-AnyAgentLoopConfig = Annotated[
-    AgentLoopConfig, *chosen_by_type(AGENT_LOOPS.resolve, AGENT_LOOPS.name_of, default="single_turn")
-]
-"""Settings of any agent loop: an object, or a mapping whose `type` names it (single_turn when not given)."""
+class RunsGroups(Protocol):
+    """What a class that takes the place of `AgentLoopManager` must have."""
+
+    @classmethod
+    async def create(cls, **kwargs: Any) -> Any:
+        """Make it.
+
+        Gets `config` (`AgentLoopManagerConfig`), `llm_client` (generates states), `replay_buffer`, `judger` and
+        `agent_loops` (by task); accept ``**kwargs``, there may be more.
+        """
+        ...
+
+    def generate_sequences(self, prompts: Sequence[PromptGroup]) -> Any:
+        """Begin to run groups, and return at once.
+
+        For each of them, later: ``lease = replay_buffer.start(group.uid, timeout_s=...)``, then exactly one of
+        ``await replay_buffer.finish(lease, states)``, ``fail(lease, reason)`` and ``abort(lease, states)``. A group
+        that is never ended becomes a failure at the deadline of its lease.
+        """
+        ...
 
 
-class TaskSpecConfig(Settings):
-    """One thing to train on: its rows, how attempts are made, how they are judged."""
+class AbortsRequests(Protocol):
+    """Ends what an engine is generating."""
 
-    task_name: str
-    """Name of the task in metrics and logs."""
-
-    sampler_config: SamplerConfig
-    """Rows, and attempts per prompt."""
-
-    agent_loop_config: AnyAgentLoopConfig = Field(default_factory=SingleTurnAgentLoopConfig)
-    """How an attempt is made."""
-
-    judger_config: AnyJudgerConfig | None = Field(
-        default=None, json_schema_extra={"settings": "xrl_lite.judger:JudgerConfig"}
-    )
-    """How an attempt is judged; by the data source of the rows when not given."""
-
-    @model_validator(mode="after")
-    def _check_batch_judge(self) -> Self:
-        if self.judger_config is not None:
-            check_batch_judge(self.agent_loop_config, self.judger_config)
-        return self
+    async def abort_all(self) -> int:
+        """End every request in flight; return how many there were."""
+        ...
 
 
-@dataclass(frozen=True)
-class ProduceLimits:
-    """When producing gives up."""
+@dataclass(kw_only=True)
+class GroupCounts:
+    """What became of the groups of a task since the last look."""
 
-    max_failed_groups: int
-    """Groups that may fail while one batch is produced."""
+    num_groups: int = 0
+    """Groups that ended."""
+    num_failed: int = 0
+    """Of these, without enough good attempts."""
+    num_filtered: int = 0
+    """Of these, refused by the validity filter."""
+    num_samples: int = 0
+    """Attempts of all of them."""
+    num_tokens: int = 0
+    """Response tokens of all of them."""
+    raw_rewards_sum: float = 0.0
+    """Sum of the scores before the filter."""
+    raw_rewards_count: int = 0
+    """Attempts with a score."""
+    seconds: list[float] = field(default_factory=list[float])
+    """How long each group took."""
+
+    def metrics(self, task_name: str) -> dict[str, float]:
+        """Return the counts, and the spread of the times."""
+        prefix = f"produce/{task_name}"
+        metrics = {
+            f"{prefix}/groups": float(self.num_groups),
+            f"{prefix}/failed_groups": float(self.num_failed),
+            f"{prefix}/filtered_groups": float(self.num_filtered),
+            f"{prefix}/samples": float(self.num_samples),
+            f"{prefix}/tokens": float(self.num_tokens),
+        }
+        if self.raw_rewards_count:
+            metrics[f"{prefix}/raw_reward"] = self.raw_rewards_sum / self.raw_rewards_count
+        if self.seconds:
+            ordered = sorted(self.seconds)
+            p50, p99 = ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.99)]
+            metrics |= {
+                f"time/{prefix}/mean": sum(ordered) / len(ordered),
+                f"time/{prefix}/p50": p50,
+                f"time/{prefix}/p99": p99,
+                f"time/{prefix}/p99_p50_ratio": p99 / p50 if p50 else 1.0,
+            }
+        return metrics
 
 
 class AgentLoopManager:
-    """Produces batches of groups into the buffer.
+    """Runs groups in the driver.
 
     Args:
-        agent_loop: Makes attempts.
-        sampler: Draws groups.
-        replay_buffer: Takes finished groups.
-        limits: When to give up.
+        agent_loops: Makes attempts, by task.
+        replay_buffer: Groups come from it and go back to it.
+        config: Time limits.
+        requests: Ends requests in flight when generation is paused; None lets them end by themselves.
+        partial_rollout: Tasks whose aborted attempts go on from their tokens.
+        is_valid: Validity filters, by task; no filter where there is none.
+        worker: Name in the leases.
     """
 
     def __init__(
-        self, *, agent_loop: AgentLoop, sampler: Sampler, replay_buffer: ReplayBuffer, limits: ProduceLimits
+        self,
+        agent_loops: Mapping[str, AgentLoop],
+        *,
+        replay_buffer: ReplayBuffer,
+        config: AgentLoopManagerConfig | None = None,
+        requests: AbortsRequests | None = None,
+        partial_rollout: frozenset[str] = frozenset(),
+        is_valid: Mapping[str, IsValidSampleFn] | None = None,
+        worker: str = "driver",
     ) -> None:
-        self.agent_loop = agent_loop
-        self.sampler = sampler
+        self.agent_loops = dict(agent_loops)
         self.replay_buffer = replay_buffer
-        self._limits = limits
+        self.config = config or AgentLoopManagerConfig()
+        self._requests = requests
+        self._partial_rollout = partial_rollout
+        self._is_valid = is_valid or {}
+        self._worker = worker
+        self._tasks: TaskGroup | None = None
+        self._in_flight: dict[str, anyio.CancelScope] = {}
+        self._is_pausing = False
+        self._counts: dict[str, GroupCounts] = {}
 
-    async def produce_batch(self, batch_size: int, *, train_step: int) -> None:
-        """Put `batch_size` finished groups into the buffer; failed ones are replaced.
+    @classmethod
+    async def create(
+        cls,
+        *,
+        config: AgentLoopManagerConfig,
+        llm_client: Any,
+        replay_buffer: ReplayBuffer,
+        agent_loops: Mapping[str, AgentLoop],
+        **kwargs: Any,
+    ) -> Self:
+        """Make a manager; what else is in `kwargs` and fits the constructor is handed on."""
+        known = {"partial_rollout", "is_valid", "worker"} & kwargs.keys()
+        requests = llm_client if hasattr(llm_client, "abort_all") else None
+        options = {name: kwargs[name] for name in known}
+        return cls(agent_loops, replay_buffer=replay_buffer, config=config, requests=requests, **options)
 
-        Raises:
-            RunError: too many groups failed; has the reason of the last.
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Let groups run while inside; what still runs at the end is cancelled and given back.
+
+        An error of a group ends the block, and is raised as itself.
         """
-        failures: list[str] = []
-        missing = batch_size
-        while missing:
-            groups = [self.sampler.sample() for _ in range(missing)]
-            uids = [await self._admit(group, train_step) for group in groups]
-            with errors_as_themselves():
-                async with anyio.create_task_group() as running:
-                    for uid, group in zip(uids, groups, strict=True):
-                        running.start_soon(partial(self._run_group, uid, group), name=f"group-{uid}")
-            failed = [uid for uid in uids if self.replay_buffer.status(uid) is GroupStatus.FAILURE]
-            failures += [self.replay_buffer.reason(uid) for uid in failed]
-            missing = len(failed)
-            self._give_up_if_hopeless(failures, batch_size)
+        assert self._tasks is None, "it runs already"
+        with errors_as_themselves():
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                try:
+                    yield
+                finally:
+                    self._tasks = None
+                    tasks.cancel_scope.cancel()
 
-    async def evaluate(self, groups: Sequence[list[RolloutState]], **kwargs: Any) -> list[list[RolloutState]]:
-        """Run groups that the buffer never sees, and return them in order."""
+    def generate_sequences(self, prompts: Sequence[PromptGroup]) -> None:
+        """Begin to run groups that are in the buffer, and return at once."""
+        if self._tasks is None:
+            raise RunError("Groups can only be run inside `async with manager.running()`.")
+        for group in prompts:
+            timeout_s = self.config.group_timeout_s + LEASE_SLACK_S
+            lease = self.replay_buffer.start(
+                group.uid, worker=self._worker, timeout_s=timeout_s, global_steps=group.global_steps
+            )
+            scope = self._in_flight[group.uid] = anyio.CancelScope()
+            self._tasks.start_soon(partial(self._run_group, group, lease, scope), name=f"group-{group.uid}")
+
+    @property
+    def num_in_flight(self) -> int:
+        """Groups that are being run."""
+        return len(self._in_flight)
+
+    async def pause(self) -> float:
+        """Bring all groups in flight to an end; return the seconds it took.
+
+        Requests are ended in the engine, again and again as attempts make new ones. Groups that end meanwhile count as
+        ever; the others are stored as aborted with what they have. After `pause_timeout_s` the rest is cancelled, and
+        waits to be run again.
+        """
+        started = time.perf_counter()
+        self._is_pausing = True
+        try:
+            with anyio.move_on_after(self.config.pause_timeout_s):
+                while self._in_flight:
+                    if self._requests is not None:
+                        await self._requests.abort_all()
+                    with anyio.move_on_after(self.config.abort_interval_s):
+                        await self._wait_until_idle()
+            for scope in list(self._in_flight.values()):
+                scope.cancel()
+            await self._wait_until_idle()
+        finally:
+            self._is_pausing = False
+        return time.perf_counter() - started
+
+    async def evaluate(
+        self,
+        groups: Sequence[list[RolloutState]],
+        *,
+        on_group: Callable[[int, list[RolloutState]], None] | None = None,
+        **kwargs: Any,
+    ) -> list[list[RolloutState]]:
+        """Run groups that the buffer never sees, and return them in order.
+
+        Their agent loop is that of the task they name, or of the first one.
+
+        Args:
+            groups: Fresh states.
+            on_group: Told of each group that ends: its place, and its states.
+            **kwargs: For the agent loop.
+        """
         finished = list(groups)
 
         async def run(index: int, group: list[RolloutState]) -> None:
-            finished[index] = await self.agent_loop.generate_group(group, **kwargs)
+            finished[index] = await self._loop_of(group[0].task_name).generate_group(group, **kwargs)
+            if on_group is not None:
+                on_group(index, finished[index])
 
         with errors_as_themselves():
             async with anyio.create_task_group() as running:
@@ -125,20 +253,116 @@ class AgentLoopManager:
                     running.start_soon(run, index, group)
         return finished
 
-    async def _admit(self, group: list[RolloutState], train_step: int) -> str:
-        uid = str(group[0].group_id)
-        await self.replay_buffer.admit(uid, partition_id=TRAIN, global_steps=train_step)
-        return uid
+    def counts(self, *, reset: bool = False) -> dict[str, GroupCounts]:
+        """Return what became of the groups of each task, since the last reset."""
+        counts = self._counts
+        if reset:
+            self._counts = {}
+        return counts
 
-    async def _run_group(self, uid: str, group: list[RolloutState]) -> None:
-        await self.replay_buffer.start(uid)
-        await self.replay_buffer.finish(uid, await self.agent_loop.generate_group(group))
+    # --- one group
 
-    def _give_up_if_hopeless(self, failures: list[str], batch_size: int) -> None:
-        if failures:
-            logger.warning("%d group(s) failed and were replaced; the last: %s", len(failures), failures[-1])
-        if len(failures) > self._limits.max_failed_groups:
-            raise RunError(
-                f"{len(failures)} groups failed while a batch of {batch_size} was produced, more than "
-                f"max_failed_groups={self._limits.max_failed_groups}. The last one: {failures[-1]}"
-            )
+    async def _run_group(self, group: PromptGroup, lease: Lease, scope: anyio.CancelScope) -> None:
+        started = time.perf_counter()
+        try:
+            with scope:
+                states = await self._generate(group)
+                await self._hand_over(group, lease, states, time.perf_counter() - started)
+        except LeaseError as error:
+            logger.warning("%s", error)
+        finally:
+            del self._in_flight[group.uid]
+            self.replay_buffer.put_back(lease)  # nothing to give back if it was handed over
+            self.replay_buffer.wake()
+
+    async def _generate(self, group: PromptGroup) -> list[RolloutState]:
+        """Make the attempts that are not complete, and return all of them in their places."""
+        loop = self._loop_of(group.task_name)
+        states = list(group.states)
+        places = [place for place, state in enumerate(states) if state.status is not Status.COMPLETED]
+        todo = [self._prepare(states[place]) for place in places]
+        with anyio.move_on_after(self.config.group_timeout_s) as limit:
+            made = await loop.generate_group(todo)
+            if len(made) != len(todo):  # a loop may split an attempt into several trajectories
+                return [state for place, state in enumerate(states) if place not in places] + made
+            for place, state in zip(places, made, strict=True):
+                states[place] = state
+        if limit.cancelled_caught:
+            self._close_late(loop, todo)
+        return states
+
+    def _prepare(self, state: RolloutState) -> RolloutState:
+        if state.status is Status.ABORTED and state.task_name in self._partial_rollout:
+            return state  # the engine goes on from its tokens
+        if state.status is not Status.INIT:
+            reset_rollout_response(state)
+            state.status = Status.INIT
+        return state
+
+    def _close_late(self, loop: AgentLoop, todo: Sequence[RolloutState]) -> None:
+        """Let a group close with the attempts that have ended in time."""
+        for state in todo:
+            is_judged = loop.judger is None or state.reward is not None
+            if state.status is not Status.COMPLETED or not is_judged:
+                state.status = Status.FAILED
+                state.error_msg = f"sample {state.rollout_id}: not ended within {self.config.group_timeout_s:g} s"
+
+    async def _hand_over(self, group: PromptGroup, lease: Lease, states: list[RolloutState], seconds: float) -> None:
+        buffer, counts = self.replay_buffer, self._counts.setdefault(group.task_name, GroupCounts())
+        if self._is_pausing and any(state.status is Status.ABORTED for state in states):
+            await buffer.abort(lease, states)
+            return
+        for state in states:
+            if state.status is Status.ABORTED:  # nobody here did it, so nobody would run it again
+                state.status, state.error_msg = Status.FAILED, f"sample {state.rollout_id}: aborted by the engine"
+        self._count(counts, states, seconds)
+        is_valid = self._is_valid.get(group.task_name, all_are_valid)
+        good = [state for state in states if state.status is Status.COMPLETED]
+        if good and not is_valid(states):
+            counts.num_filtered += 1
+            await buffer.fail(lease, "refused by is_valid_sample_fn")
+        elif await buffer.finish(lease, states) is GroupStatus.FAILURE:
+            counts.num_failed += 1
+
+    def _count(self, counts: GroupCounts, states: Sequence[RolloutState], seconds: float) -> None:
+        counts.num_groups += 1
+        counts.num_samples += len(states)
+        counts.num_tokens += sum(len(state.response_ids or ()) for state in states)
+        scores = [state.reward["score"] for state in states if state.reward and "score" in state.reward]
+        counts.raw_rewards_sum += sum(scores)
+        counts.raw_rewards_count += len(scores)
+        counts.seconds.append(seconds)
+
+    def _loop_of(self, task_name: str | None) -> AgentLoop:
+        loop = self.agent_loops.get(task_name or "")
+        return loop or next(iter(self.agent_loops.values()))
+
+    async def _wait_until_idle(self) -> None:
+        while self._in_flight:
+            await self.replay_buffer.changed()
+
+
+async def create_agent_loop_manager(
+    config: AgentLoopManagerConfig,
+    *,
+    llm_client: Any,
+    replay_buffer: ReplayBuffer,
+    agent_loops: Mapping[str, AgentLoop],
+    **kwargs: Any,
+) -> Any:
+    """Make the manager that the settings name.
+
+    Raises:
+        PluginError: it cannot be loaded.
+        ConfigError: it lacks `create` or `generate_sequences`.
+    """
+    cls: Any = load_object(config.agent_loop_manager_class) if config.agent_loop_manager_class else AgentLoopManager
+    missing = [name for name in ("create", "generate_sequences") if not callable(getattr(cls, name, None))]
+    if missing:
+        raise ConfigError(
+            f"agent_loop_manager_class: {config.agent_loop_manager_class} has no {' and no '.join(missing)}. See "
+            f"xrl_lite.agent_loop.RunsGroups for what such a class must have."
+        )
+    create: Callable[..., Any] = cls.create
+    made = create(config=config, llm_client=llm_client, replay_buffer=replay_buffer, agent_loops=agent_loops, **kwargs)
+    return await made if inspect.isawaitable(made) else made

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus
+from xrl_lite.agent_loop import TaskSpecConfig
 from xrl_lite.agent_loop.base import check_batch_judge
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.data import Row, load_rows
@@ -17,20 +18,46 @@ from xrl_lite.errors import ConfigError, ResourceError
 from xrl_lite.judger import AnyJudgerConfig
 from xrl_lite.judger.config import leaves
 from xrl_lite.judger.data_sources import check_rows, judger_for
+from xrl_lite.registry import load_object
+from xrl_lite.replay_buffer import load_buffer_class
 
 _ACTORS_SHOWN = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedData:
-    """Rows and judger of a run."""
+class CheckedTask:
+    """Rows and judger of a task."""
 
-    train: list[Row]
+    config: TaskSpecConfig
+    """Its settings."""
+    rows: list[Row]
     """Rows to train on."""
+    judger_config: AnyJudgerConfig
+    """Its judger."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedData:
+    """Rows and judgers of a run."""
+
+    tasks: list[CheckedTask]
+    """What is trained on; the first task's loop and judger are evaluated with."""
     evaluation: list[Row]
     """Held-out rows; empty without evaluation."""
-    judger_config: AnyJudgerConfig
-    """Judger of both."""
+
+    @property
+    def train(self) -> list[Row]:
+        """Rows of all tasks."""
+        return [row for task in self.tasks for row in task.rows]
+
+    @property
+    def judger_configs(self) -> list[AnyJudgerConfig]:
+        """The judgers; tasks with equal settings share one."""
+        different: list[AnyJudgerConfig] = []
+        for task in self.tasks:
+            if task.judger_config not in different:
+                different.append(task.judger_config)
+        return different
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +75,43 @@ def check_data(config: RunConfig) -> CheckedData:
     Raises:
         ConfigError: rows are missing or wrong, or no judger fits them.
     """
-    train_rows = load_rows(config.task.sampler_config.data)
+    check_user_code(config)
     evaluation_rows = load_rows(config.evaluation.data) if config.evaluation.data else []
-    judger_config = config.task.judger_config or judger_for(row.data_source for row in (*train_rows, *evaluation_rows))
-    for rows in (train_rows, evaluation_rows):
-        check_rows(judger_config, rows)
-    check_batch_judge(config.task.agent_loop_config, judger_config)
-    config.task.agent_loop_config.check_rows([*train_rows, *evaluation_rows])
-    return CheckedData(train=train_rows, evaluation=evaluation_rows, judger_config=judger_config)
+    tasks: list[CheckedTask] = []
+    for task in config.tasks:
+        rows = load_rows(task.sampler_config.data)
+        judged = [rows] if tasks else [rows, evaluation_rows]
+        judger_config = task.judger_config or judger_for(row.data_source for part in judged for row in part)
+        for part in judged:
+            check_rows(judger_config, part)
+            task.agent_loop_config.check_rows(part)
+        check_batch_judge(task.agent_loop_config, judger_config)
+        tasks.append(CheckedTask(config=task, rows=rows, judger_config=judger_config))
+    data = CheckedData(tasks=tasks, evaluation=evaluation_rows)
+    names = [leaf.judger_name for judger in data.judger_configs for leaf in leaves(judger)]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"Two judgers with different settings have the name {twice[0]!r}. Give each its own name.")
+    return data
+
+
+def check_user_code(config: RunConfig) -> None:
+    """Load what the settings name by path and is needed later only.
+
+    Raises:
+        PluginError: it cannot be loaded.
+        ConfigError: it is not what it should be.
+    """
+    load_buffer_class(config.replay_buffer)
+    if config.agent_loop_manager.agent_loop_manager_class:
+        load_object(config.agent_loop_manager.agent_loop_manager_class)
+    for task in config.tasks:
+        for path in (
+            task.produce_strategy_config.is_valid_sample_fn,
+            task.produce_strategy_config.should_continue_fn,
+        ):
+            if path is not None and not callable(load_object(path)):
+                raise ConfigError(f"Task {task.task_name}: {path} is no function.")
 
 
 def check_installed(modules: tuple[str, ...] = ("torch", "transformers")) -> None:
@@ -87,7 +143,7 @@ def describe_model(config: RunConfig) -> str:
     return f"model from {cached}" if cached else "model to be built and warmed up first"
 
 
-def planned_actors(config: RunConfig, judger_config: AnyJudgerConfig) -> Iterator[PlannedActor]:
+def planned_actors(config: RunConfig, judger_configs: Sequence[AnyJudgerConfig]) -> Iterator[PlannedActor]:
     """Yield every actor of the run with what it takes."""
     for rank in range(config.engine.num_ranks):
         yield PlannedActor(
@@ -97,7 +153,7 @@ def planned_actors(config: RunConfig, judger_config: AnyJudgerConfig) -> Iterato
         yield PlannedActor(
             name=f"rollout/{number}", num_cpus=config.rollout.num_cpus, num_threads=config.rollout.num_threads
         )
-    for judger in leaves(judger_config):
+    for judger in (leaf for judger_config in judger_configs for leaf in leaves(judger_config)):
         resources = judger.cpu_resources
         for number in range(resources.num_workers if resources else 0):
             assert resources is not None, "there are workers"
@@ -113,13 +169,13 @@ def available_cpus(config: RunConfig) -> float:
     return config.num_cpus or usable_milli_cpus() / MILLI
 
 
-def check_resources(config: RunConfig, judger_config: AnyJudgerConfig) -> None:
+def check_resources(config: RunConfig, judger_configs: Sequence[AnyJudgerConfig]) -> None:
     """Check that the actors of the run fit on the machine together.
 
     Raises:
         ResourceError: they do not; lists what each asks for.
     """
-    actors = list(planned_actors(config, judger_config))
+    actors = list(planned_actors(config, judger_configs))
     asked, available = sum(milli_cpus(actor.num_cpus) for actor in actors) / MILLI, available_cpus(config)
     if asked > available:
         shown = [f"  {actor.name}  {actor.num_cpus:g}" for actor in actors[:_ACTORS_SHOWN]]

@@ -8,12 +8,13 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from xrl_lite.agent_loop import TaskSpecConfig
+from xrl_lite.agent_loop import AgentLoopManagerConfig, SyncProduceStrategyConfig, TaskSpecConfig
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.estimators import advantage_estimator
 from xrl_lite.engine.base import EngineRegistry
 from xrl_lite.engine.config import EngineConfig
 from xrl_lite.engine.tiny_model_config import TinyModelConfig
+from xrl_lite.replay_buffer import ReplayBufferConfig
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.replica import RolloutReplicaRegistry
 from xrl_lite.settings import Settings, UserPath
@@ -67,6 +68,12 @@ class RunConfig(Settings):
     task: TaskSpecConfig
     """What to train on."""
 
+    agent_loop_manager: AgentLoopManagerConfig = AgentLoopManagerConfig()
+    """How groups are run, and further tasks."""
+
+    replay_buffer: ReplayBufferConfig = ReplayBufferConfig()
+    """Which groups are trained on, and what is kept of them."""
+
     rollout: RolloutConfig = RolloutConfig()
     """Generation."""
 
@@ -94,11 +101,16 @@ class RunConfig(Settings):
         return self.trainer.num_steps * self.engine.num_mini_batches * self.engine.num_epochs
 
     @property
+    def tasks(self) -> list[TaskSpecConfig]:
+        """All tasks that are trained on; the first is the one that is evaluated."""
+        return [self.task, *self.agent_loop_manager.tasks]
+
+    @property
     def resolved_algorithm(self) -> AlgorithmConfig:
         """The settings of the algorithm, with what follows from other settings filled in."""
         if self.algorithm.loss_scale_factor is not None:
             return self.algorithm
-        longest = self.task.agent_loop_config.sample_params.max_tokens
+        longest = max(task.agent_loop_config.sample_params.max_tokens for task in self.tasks)
         return self.algorithm.model_copy(update={"loss_scale_factor": float(longest)})
 
     @property
@@ -131,6 +143,7 @@ class RunConfig(Settings):
                 f"rollout.dtype ({self.rollout.dtype}) must be engine.dtype ({self.engine.dtype}): the weights are "
                 f"handed over as they are."
             )
+        self._check_producing()
         RolloutReplicaRegistry.check(self.rollout.engine)
         EngineRegistry.check(self.engine.backend)
         return self
@@ -174,3 +187,20 @@ class RunConfig(Settings):
                 "task.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at a prompt "
                 "are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
             )
+
+    def _check_producing(self) -> None:
+        names = [task.task_name for task in self.tasks]
+        if len(set(names)) != len(names):
+            raise ValueError(f"every task needs a task_name of its own, got {', '.join(names)}.")
+        for task in self.tasks:
+            if self.trainer.mode == "sync" and not isinstance(task.produce_strategy_config, SyncProduceStrategyConfig):
+                raise ValueError(
+                    f"task {task.task_name}: produce_strategy_config.type=async carries groups over to later steps, "
+                    f"which trainer.mode=sync does not."
+                )
+            smallest, group_size = self.replay_buffer.min_sessions, task.sampler_config.prompt_repeat_k
+            if smallest > group_size:
+                raise ValueError(
+                    f"replay_buffer.min_sessions ({smallest}) is more than task {task.task_name} has attempts per "
+                    f"prompt (sampler_config.prompt_repeat_k={group_size}), so every group would fail."
+                )

@@ -15,6 +15,14 @@ from xrl_lite.data.rollout_state import (
 )
 from xrl_lite.data.rows import DataConfig, Row, load_rows, parse_row, read_raw_rows
 from xrl_lite.data.sampler import EncodePrompt, Sampler, SamplerConfig, SamplerState, each_row_once, make_group
+from xrl_lite.data.staleness import (
+    calculate_group_effective_response_masks,
+    discard_rollout_state,
+    expire_stale_states,
+    refresh_seq_staleness,
+    stale_threshold,
+    version_range,
+)
 
 __all__ = [
     "DataConfig",
@@ -29,14 +37,20 @@ __all__ = [
     "SamplerConfig",
     "SamplerState",
     "Status",
+    "calculate_group_effective_response_masks",
     "calculate_seq_staleness",
+    "discard_rollout_state",
     "each_row_once",
+    "expire_stale_states",
     "get_group_status",
     "load_rows",
     "make_group",
     "parse_row",
     "read_raw_rows",
+    "refresh_seq_staleness",
     "reset_rollout_response",
+    "stale_threshold",
     "update_sample_version",
     "update_status_from_finish_reason",
+    "version_range",
 ]

@@ -2,108 +2,343 @@
 
 ::
 
-    admit          start             finish(states)
-    -----> PENDING -----> RUNNING -----------------> FINISHED ---sample---> gone
-                             '-----fail(reason)----> FAILURE  ---sample---> gone, counted
+    admit           start              finish(states)
+    -----> PENDING -----> RUNNING ------------------------> FINISHED --sample--> trained
+              ^     lease   |  '---fail, deadline, death---> FAILURE --sample--> dropped, replaced
+              |             '----abort(states)--.
+              |                                 v
+              '-----------start---------- ABORTED, EXPIRED <-- too old (the expired attempts are made again)
 
-Waits for    `sample`: until the oldest groups of the partition have ended
-Is woken by  `finish` and `fail`; nothing is polled
+Waits for    `sample`: until a batch can be taken
+             `finish`, `abort`: until the attempts are on the disk
+Is woken by  whatever changes the state of a group; nothing is polled. A worker that is silent is ended by the deadline
+             of its lease, at which a waiting `sample` wakes up by itself
 
 Groups are taken in the order they were admitted, not in the order they finished: otherwise short answers would be
-trained on first, and the age of what is left would have no bound.
+trained on first, and the age of what is left would have no bound (`xrl_lite.replay_buffer.eviction`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
-from enum import Enum
+import heapq
+import inspect
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import anyio
 
 from xrl_lite.data import RolloutState, Status
-from xrl_lite.errors import RunError
+from xrl_lite.errors import BufferStarvedError, LeaseError, RunError
+from xrl_lite.log import get_logger
+from xrl_lite.replay_buffer.config import ReplayBufferConfig
+from xrl_lite.replay_buffer.eviction import (
+    TRAIN,
+    EvictionPolicy,
+    GroupFacts,
+    Reason,
+    TrainerMode,
+    Waiting,
+    classify,
+    refills,
+    select,
+    span,
+)
+from xrl_lite.replay_buffer.groups import PARKED, TERMINAL, GroupStatus, GroupTable, Lease, Partition, PromptGroup
+from xrl_lite.replay_buffer.metrics import SampleTally
+from xrl_lite.replay_buffer.store import GroupStore, MemoryStore
 
+logger = get_logger(__name__)
 
-class GroupStatus(Enum):
-    """Where a group stands."""
+RefillFn = Callable[[int], Awaitable[None] | None]
+"""Generates so many further groups; returns once they are admitted."""
 
-    PENDING = "pending"
-    """Admitted; nobody works on it yet."""
-    RUNNING = "running"
-    """Being generated and judged."""
-    FINISHED = "finished"
-    """At least one attempt can be trained on."""
-    FAILURE = "failure"
-    """No attempt can be trained on."""
+Metrics = dict[str, Any]
+"""Numbers by name, and ``_dapo_filtered_reward_counts``: value of the filter's metric -> groups."""
+
+BYTES_PER_TOKEN = 100
+"""What a response token takes in memory as Python numbers: id, log-prob, mask, version."""
+
+_SHOWN = 8
 
 
 @dataclass
-class PromptGroup:
-    """All attempts at one prompt draw."""
+class Draw:
+    """One call of `sample`."""
 
-    uid: str
-    """Names the draw, unique in the run."""
-    partition_id: str
-    """train or val."""
     global_steps: int
-    """Step the group was admitted for."""
-    status: GroupStatus = GroupStatus.PENDING
-    """Where it stands."""
-    states: list[RolloutState] = field(default_factory=list[RolloutState])
-    """The attempts, once finished; failed ones included."""
-    reason: str = ""
-    """Why it is a failure."""
+    partition_id: str
+    batch_size: int
+    credit: int = 0
+    """Groups that may still be generated to make up for filtered ones."""
+    draining: bool = False
+    """Whether there is enough, and only what is in flight is waited for."""
+    starved: bool = False
+    """Whether what is there has to do."""
 
 
 class ReplayBuffer:
-    """Holds groups until a whole batch of the oldest has ended."""
+    """Holds groups until a whole batch can be trained on.
 
-    def __init__(self) -> None:
-        self._groups: OrderedDict[str, PromptGroup] = OrderedDict()
-        self._changed = anyio.Condition()
+    A subclass may replace `sample`. One that is written like verl's, with a plain blocking ``def sample``, derives from
+    `xrl_lite.replay_buffer.BlockingReplayBuffer` instead.
 
-    async def admit(self, uid: str, *, partition_id: str, global_steps: int) -> None:
+    Args:
+        trainer_mode: sync, colocate_async or separate_async.
+        trainer_config: Settings of that mode, for subclasses.
+        max_off_policy_threshold: See `ReplayBufferConfig`.
+        max_off_policy_strategy: See `ReplayBufferConfig`.
+        sampler_kwargs: Settings of a subclass.
+        refill_fn: Generates replacements for groups that were evicted.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+
+    def __init__(
+        self,
+        trainer_mode: TrainerMode = "sync",
+        trainer_config: Any = None,
+        max_off_policy_threshold: int = 8,
+        max_off_policy_strategy: str = "drop",
+        sampler_kwargs: Mapping[str, Any] | None = None,
+        refill_fn: RefillFn | None = None,
+    ) -> None:
+        if max_off_policy_strategy not in ("drop", "wait"):
+            raise ValueError(f"max_off_policy_strategy must be drop or wait, got {max_off_policy_strategy!r}.")
+        self.trainer_mode: TrainerMode = trainer_mode
+        self.trainer_config = trainer_config
+        self.sampler_kwargs = dict(sampler_kwargs or {})
+        self.refill_fn = refill_fn
+        self.policy = EvictionPolicy(
+            mode=trainer_mode,
+            max_off_policy_threshold=max_off_policy_threshold,
+            max_off_policy_strategy=max_off_policy_strategy,
+        )
+        self.settings = ReplayBufferConfig()
+        self.max_failed_groups: int | None = None
+        self.store: GroupStore = MemoryStore()
+        self.filtered_rewards: Counter[float] = Counter()
+        self.table = GroupTable()
+        self._num_admitted = 0
+        self._changed = anyio.Event()
+        self._deadlines: list[tuple[float, str, int]] = []
+        self._held: dict[str, set[str]] = {}
+        self._memory_bytes = 0
+        self._tally = SampleTally()
+        self.outcomes: Counter[GroupStatus] = Counter()
+        self.last_failure = ""
+
+    def configure(
+        self,
+        settings: ReplayBufferConfig,
+        *,
+        store: GroupStore | None = None,
+        max_failed_groups: int | None = None,
+        clock: Callable[[], float] = anyio.current_time,
+    ) -> ReplayBuffer:
+        """Take over settings, before the first group is admitted; return the buffer itself.
+
+        Args:
+            settings: All of them; the two that the constructor takes are read from here.
+            store: Where groups are kept.
+            max_failed_groups: Failures during one `sample` after which nothing is to be hoped for; None for no limit.
+            clock: Seconds; leases and waits are measured by it.
+        """
+        assert not len(self.table), "settings come before the first group"
+        self.settings = settings
+        self.policy = settings.eviction_policy(self.trainer_mode)
+        self.store = store or self.store
+        self.max_failed_groups = max_failed_groups
+        self._clock = clock
+        return self
+
+    _clock: Callable[[], float] = staticmethod(anyio.current_time)
+
+    # --- generating side
+
+    async def admit(
+        self,
+        uid: str,
+        *,
+        partition_id: str = TRAIN,
+        global_steps: int,
+        task_name: str = "",
+        states: Sequence[RolloutState] = (),
+    ) -> PromptGroup:
         """Note a group that will be generated; this fixes its place in the order."""
-        if uid in self._groups:
-            raise RunError(f"Group {uid!r} is in the buffer already.")
-        self._groups[uid] = PromptGroup(uid=uid, partition_id=partition_id, global_steps=global_steps)
+        group = self.new_group(
+            uid, partition_id=partition_id, global_steps=global_steps, task_name=task_name, states=states
+        )
+        self.admit_all([group])
+        return group
 
-    async def start(self, uid: str) -> None:
-        """Note that a group is being worked on."""
-        self._move(uid, GroupStatus.PENDING, GroupStatus.RUNNING)
+    def new_group(
+        self,
+        uid: str,
+        *,
+        partition_id: str,
+        global_steps: int,
+        task_name: str = "",
+        states: Sequence[RolloutState] = (),
+    ) -> PromptGroup:
+        """Return a group that `admit_all` takes."""
+        return PromptGroup(
+            uid=uid, partition_id=partition_id, global_steps=global_steps, task_name=task_name, states=list(states)
+        )
 
-    async def finish(self, uid: str, states: list[RolloutState]) -> None:
-        """Hand over a group. One without any attempt to train on becomes a failure."""
-        usable = [state for state in states if state.status == Status.COMPLETED]
-        if not usable:
-            reasons = list(dict.fromkeys(state.error_msg or state.status.value for state in states))
-            await self.fail(uid, "; ".join(reasons) or "no attempt")
-            return
-        group = self._move(uid, GroupStatus.RUNNING, GroupStatus.FINISHED)
-        group.states = states
-        await self._notify()
+    def admit_all(self, groups: Sequence[PromptGroup], notes: Mapping[str, Any] | None = None) -> None:
+        """Note several groups at once, in order, along with values that belong to this very moment.
 
-    async def fail(self, uid: str, reason: str) -> None:
-        """Note that nothing will come of a group."""
-        group = self._move(uid, GroupStatus.RUNNING, GroupStatus.FAILURE)
-        group.reason = reason
-        await self._notify()
+        Raises:
+            RunError: one of them is in the buffer already.
+        """
+        for group in groups:
+            if self.table.get(group.uid) is not None:
+                raise RunError(f"Group {group.uid!r} is in the buffer already.")
+            group.ordinal, group.since = self._num_admitted, self._clock()
+            self._num_admitted += 1
+            self.table.add(group)
+        self.store.admit(groups, dict(notes or {}))
+        self._notify()
 
-    def status(self, uid: str) -> GroupStatus:
-        """Return where a group stands."""
-        return self._groups[uid].status
+    def start(
+        self, uid: str, *, worker: str = "driver", timeout_s: float | None = None, global_steps: int | None = None
+    ) -> Lease:
+        """Begin to work on a group; return the lease that its result must come with.
 
-    def reason(self, uid: str) -> str:
-        """Return why a group failed."""
-        return self._groups[uid].reason
+        Args:
+            uid: A group that is pending, aborted or expired. An expired one becomes the youngest.
+            worker: Who works on it.
+            timeout_s: Seconds after which the group counts as failed; None for no limit.
+            global_steps: Step it is dispatched for now. Ignored for a group that goes on with tokens it has: they are
+                as old as they are.
+        """
+        self.end_overdue_leases()
+        group = self._group(uid, "start")
+        if group.status in (*TERMINAL, GroupStatus.RUNNING):
+            raise RunError(f"Group {uid!r} cannot become running: it is {group.status.value}, not pending.")
+        group.num_leases += 1
+        deadline = None if timeout_s is None else self._clock() + timeout_s
+        lease = group.lease = Lease(uid, group.num_leases, worker, deadline)
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, uid, lease.number))
+        self._held.setdefault(worker, set()).add(uid)
+        was_expired = group.status is GroupStatus.EXPIRED
+        with self.table.changing(group):
+            group.status = GroupStatus.RUNNING
+            if global_steps is not None and (was_expired or group.min_version is None):
+                group.global_steps = global_steps
+        if was_expired:
+            self.table.move_last(group)
+        group.last_event = f"started on {worker}"
+        self.store.update(group)
+        self._notify()
+        return lease
 
-    async def sample(
-        self, global_steps: int, partition_id: str, batch_size: int
-    ) -> tuple[list[PromptGroup], dict[str, float]]:
-        """Take the `batch_size` oldest groups of a partition, waiting until they have ended.
+    def note(self, lease: Lease, event: str) -> None:
+        """Say what a worker is at; shown when somebody waits for the group for long."""
+        self._leased(lease).last_event = event
 
-        Failures are dropped on the way, and counted.
+    async def finish(self, lease: Lease, states: Sequence[RolloutState]) -> GroupStatus:
+        """Hand over a group. With fewer than `min_sessions` good attempts it becomes a failure.
+
+        Returns once the attempts are on the disk, with the status that the group then has.
+
+        Raises:
+            LeaseError: the lease is over; nothing was written.
+            RunError: the reward lacks the metric that groups are filtered by.
+        """
+        group = self._leased(lease)
+        good = [state for state in states if state.status is Status.COMPLETED]
+        if len(good) < self.settings.min_sessions:
+            bad = [state for state in states if state.status is not Status.COMPLETED]
+            reasons = list(dict.fromkeys(state.error_msg or state.status.value for state in bad))
+            enough = f"{len(good)} of {len(states)} attempts, {self.settings.min_sessions} needed: " if good else ""
+            return await self._end(group, GroupStatus.FAILURE, states, enough + ("; ".join(reasons) or "no attempt"))
+        group.num_rows = len(good)
+        group.metric, group.is_uniform = self._filter_value(group, good)
+        return await self._end(group, GroupStatus.FINISHED, states)
+
+    async def fail(self, lease: Lease, reason: str, states: Sequence[RolloutState] = ()) -> None:
+        """Note that nothing will come of a group. Good attempts in `states` stay trainable where the mode keeps them.
+
+        Raises:
+            LeaseError: the lease is over.
+        """
+        group = self._leased(lease)
+        group.num_rows = sum(state.status is Status.COMPLETED for state in states)
+        await self._end(group, GroupStatus.FAILURE, states, reason)
+
+    async def abort(self, lease: Lease, states: Sequence[RolloutState]) -> None:
+        """Hand over what there is of an interrupted group; it keeps its place, and waits to be started again.
+
+        Raises:
+            LeaseError: the lease is over.
+        """
+        await self._end(self._leased(lease), GroupStatus.ABORTED, states)
+
+    def put_back(self, lease: Lease) -> None:
+        """Give up a group of which there is nothing yet; it waits to be started again. A lease that is over is none."""
+        group = self.table.get(lease.uid)
+        if group is not None and group.lease == lease:
+            self._release(group)
+            with self.table.changing(group):
+                group.status = GroupStatus.ABORTED if group.min_version is not None else GroupStatus.PENDING
+            group.last_event = f"given back by {lease.worker}"
+            self.store.update(group)
+            self._notify()
+
+    def fail_worker(self, worker: str, reason: str) -> list[str]:
+        """Turn every group that a worker holds into a failure; return their uids."""
+        held = sorted(self._held.get(worker, ()))
+        for uid in held:
+            self._fail_now(self._group(uid, "fail"), f"{worker} died: {reason}")
+        return held
+
+    def end_overdue_leases(self) -> list[str]:
+        """Turn groups whose lease has run out into failures; return their uids."""
+        overdue: list[str] = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, uid, number = heapq.heappop(self._deadlines)
+            group = self.table.get(uid)
+            if group is not None and group.lease is not None and group.lease.number == number:
+                late = f"{group.lease.worker} did not end it within its deadline; last event: {group.last_event}"
+                self._fail_now(group, late)
+                overdue.append(uid)
+        return overdue
+
+    def expire(self, group: PromptGroup) -> None:
+        """Mark a group some attempts of which were reset, to be made again. It keeps its place."""
+        with self.table.changing(group):
+            group.status = GroupStatus.EXPIRED
+            group.measure()
+        group.last_event = "some attempts were too old"
+        self.store.write_states(group)
+        self._notify()
+
+    async def load(self, groups: Sequence[PromptGroup]) -> None:
+        """Bring the attempts of groups back into memory."""
+        spilled = [group for group in groups if group.is_spilled]
+        if spilled:
+            for group, states in zip(spilled, await self.store.load_states(spilled), strict=True):
+                group.states, group.is_spilled = states, False
+
+    def discard(self, groups: Sequence[PromptGroup], reason: str) -> None:
+        """Let groups leave untrained, whoever works on them."""
+        for group in groups:
+            self._forget(group)
+        if groups:
+            self.store.drop(groups, reason)
+            self._notify()
+
+    # --- training side
+
+    async def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[list[PromptGroup], Metrics]:
+        """Take the groups to train on next, waiting until there is a whole batch of them.
+
+        What must not be trained on is evicted on the way, counted, and replaced through `refill_fn`.
 
         Args:
             global_steps: Step that trains on them.
@@ -111,43 +346,450 @@ class ReplayBuffer:
             batch_size: Groups, not attempts.
 
         Returns:
-            The groups, oldest first, and metrics.
+            The groups, oldest first, with their attempts, and metrics.
 
-        Cancelling leaves the buffer as it was.
+        Raises:
+            BufferStarvedError: filters and failures ate more groups than allowed.
+            RunError: nothing could be trained on, or groups are to be replaced and nobody can.
+
+        Cancelling leaves the groups where they were.
         """
-        async with self._changed:
-            while (taken := self._oldest(partition_id, batch_size)) is None:
-                await self._changed.wait()
-            failures = [group for group in self._partition(partition_id) if group.status is GroupStatus.FAILURE]
-            for group in (*taken, *failures):
-                del self._groups[group.uid]
-        staleness = [global_steps - group.global_steps for group in taken]
-        return taken, {
-            "buffer/failed_groups": float(len(failures)),
-            "buffer/size": float(len(self._groups)),
-            "off_policy/max": float(max(staleness)),
-        }
+        draw = Draw(global_steps, partition_id, batch_size)
+        report_at = self._clock() + self.settings.report_wait_s
+        while True:
+            self.end_overdue_leases()
+            if await self._refill(draw, self.evict_unusable(global_steps, partition_id)):
+                continue  # meanwhile groups may have ended that must be evicted too
+            chosen = self._choose(draw)
+            if chosen is not None:
+                return await self._take(draw, chosen)
+            if self._clock() >= report_at:
+                logger.warning("%s", self.describe_wait(partition_id, batch_size))
+                report_at = self._clock() + self.settings.report_wait_s
+            await self._wait_until(report_at)
+
+    def evict_unusable(self, global_steps: int, partition_id: str) -> int:
+        """Let go of what must not be trained on in a step; return how many groups are to replace it.
+
+        They are counted in the metrics of the next `sample`.
+        """
+        evicted: dict[str, frozenset[Reason]] = {}
+        groups: list[PromptGroup] = []
+        for group in self._suspects(global_steps, self.table.partition(partition_id)):
+            reasons = classify(_facts(group), global_steps=global_steps, partition_id=partition_id, policy=self.policy)
+            if reasons:
+                evicted[group.uid] = reasons
+                groups.append(group)
+                self._tally.evicted(group, reasons, global_steps)
+                if Reason.UNIFORM in reasons and group.metric is not None:
+                    self.filtered_rewards[group.metric] += 1
+        if groups:
+            logger.info("evicted %s", ", ".join(f"{uid} ({_names(why)})" for uid, why in evicted.items()))
+            for group in groups:
+                self.discard([group], _names(evicted[group.uid]))
+        return refills(evicted, self.policy)
+
+    def check_starvation(self, global_steps: int, partition_id: str, batch_size: int) -> bool:
+        """Look at what was evicted since the last batch; return whether a smaller one has to do.
+
+        Raises:
+            BufferStarvedError: it is too much, and the settings say that this is an error.
+        """
+        problem = self._starvation(global_steps, batch_size)
+        if problem is None:
+            return False
+        num_sampleable = self.count(partition_id, *TERMINAL)
+        if self.settings.on_starvation == "continue":
+            logger.warning("%s Going on, as on_starvation=continue says.", problem)
+            self._tally.start_over()
+            return False
+        if self.settings.on_starvation == "train_partial" and num_sampleable:
+            logger.warning("%s Training on %d group(s) instead.", problem, num_sampleable)
+            return True
+        raise BufferStarvedError(problem)
+
+    async def take_groups(self, uids: Sequence[str], global_steps: int) -> list[PromptGroup]:
+        """Take groups out to train on them in a step, with their attempts. Cancelling leaves them where they were."""
+        groups = [self._group(uid, "take") for uid in uids]
+        for group in groups:
+            self._forget(group)
+        try:
+            await self.load(groups)
+        except BaseException:
+            for group in groups:
+                self.table.put_back(group)
+                if not group.is_spilled and group.status is GroupStatus.FINISHED:
+                    self._memory_bytes += _size_bytes(group)
+            raise
+        self.store.take(groups, global_steps)
+        self._notify()
+        return groups
+
+    async def ask_for(self, num_groups: int) -> None:
+        """Have further groups generated.
+
+        Raises:
+            RunError: nobody can.
+        """
+        if self.refill_fn is None:
+            raise RunError(
+                f"{num_groups} group(s) were evicted and are to be replaced, but the buffer has no refill_fn to ask."
+            )
+        answer = self.refill_fn(num_groups)
+        if inspect.isawaitable(answer):
+            await answer
+
+    async def changed(self) -> None:
+        """Return when a group has changed, or a lease is over. Look at the state first: what was before is not told."""
+        await self._wait_until(None)
+
+    def wake(self) -> None:
+        """Let everybody who waits for a change look again: something that they depend on has changed elsewhere."""
+        self._notify()
+
+    def status(self, uid: str) -> GroupStatus:
+        """Return where a group stands."""
+        return self._group(uid, "look up").status
+
+    def reason(self, uid: str) -> str:
+        """Return why a group failed."""
+        return self._group(uid, "look up").reason
+
+    def count(self, partition_id: str, *statuses: GroupStatus) -> int:
+        """Return how many groups of a partition have one of the statuses; any if none is given."""
+        by_status = self.table.partition(partition_id).by_status
+        return sum(by_status[status] for status in statuses or GroupStatus)
+
+    def num_waiting(self, partition_id: str) -> int:
+        """Return how many groups stand in line to be trained on, finished or not: what pacing bounds."""
+        return self.count(partition_id) - self.count(partition_id, GroupStatus.FAILURE, *PARKED)
+
+    @property
+    def num_admitted(self) -> int:
+        """Groups admitted over the whole run."""
+        return self._num_admitted
+
+    def describe_wait(self, partition_id: str, batch_size: int) -> str:
+        """Say what a batch waits for: group, age, worker, and what was last heard of it."""
+        partition = self.table.partition(partition_id)
+        missing = [group for group in partition.order.values() if group.status is not GroupStatus.FINISHED]
+        now = self._clock()
+        lines = [
+            f"  {group.uid}: {group.status.value} for {now - group.since:.0f} s, "
+            f"{group.lease.worker if group.lease else 'nobody works on it'}, last: {group.last_event}"
+            for group in missing[:_SHOWN]
+        ]
+        more = [f"  and {len(missing) - _SHOWN} more"] if len(missing) > _SHOWN else []
+        finished = partition.by_status[GroupStatus.FINISHED]
+        return "\n".join(
+            [
+                f"waiting for {batch_size} groups of {partition_id}; {finished} are finished. Not finished:",
+                *lines,
+                *more,
+            ]
+            if missing
+            else [f"waiting for {batch_size} groups of {partition_id}; {finished} are finished, no other is admitted."]
+        )
+
+    # --- over the life of the run
+
+    async def restore(self, step: int, *, keep_newer: bool) -> dict[str, Any]:
+        """Go on from what the store holds, as it was at the end of a step. Returns the notes of the last admission.
+
+        Args:
+            step: Step of the checkpoint; 0 for none.
+            keep_newer: Go on with what was admitted and generated since (async modes), so that nothing is lost or
+                trained twice. Otherwise it is thrown away, to be drawn and generated again to the same bits.
+
+        Groups that were being worked on wait to be started again; they are dispatched anew, for the step after `step`.
+        """
+        assert not len(self.table), "a run goes on before it begins"
+        stored = await self.store.rewind(step, keep_newer=keep_newer)
+        for group in stored.groups:
+            group.since = self._clock()
+            if group.status is GroupStatus.RUNNING:
+                group.status = GroupStatus.PENDING
+            if group.status not in TERMINAL:
+                group.global_steps = max(group.global_steps, step + 1)
+                group.last_event = "found after a restart"
+            elif group.status is GroupStatus.FINISHED and self.policy.filter_metric is not None:
+                (states,) = await self.store.load_states([group])
+                good = [state for state in states if state.status is Status.COMPLETED]
+                group.metric, group.is_uniform = self._filter_value(group, good)
+            group.pool_key = self._pool_key(group)
+            self.table.add(group)
+        self._num_admitted = stored.next_ordinal
+        self._notify()
+        return stored.notes
+
+    async def flush(self) -> None:
+        """Wait until the store would survive a kill as the buffer is now; a checkpoint needs it."""
+        await self.store.flush()
+
+    def checkpointed(self, oldest_step: int) -> None:
+        """Let the store delete what nothing goes back to: the oldest checkpoint is of this step."""
+        keep = self.settings.storage.keep_steps
+        if keep is not None:
+            self.store.forget(oldest_step - keep)
+
+    async def close(self) -> None:
+        """End the store."""
+        await self.store.close()
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self.table)
 
-    def _partition(self, partition_id: str) -> list[PromptGroup]:
-        return [group for group in self._groups.values() if group.partition_id == partition_id]
+    # --- ending of groups
 
-    def _oldest(self, partition_id: str, batch_size: int) -> list[PromptGroup] | None:
-        alive = [group for group in self._partition(partition_id) if group.status is not GroupStatus.FAILURE]
-        oldest = alive[:batch_size]
-        ready = len(oldest) == batch_size and all(group.status is GroupStatus.FINISHED for group in oldest)
-        return oldest if ready else None
-
-    def _move(self, uid: str, expected: GroupStatus, to: GroupStatus) -> PromptGroup:
-        group = self._groups.get(uid)
-        if group is None or group.status is not expected:
-            now = group.status.value if group else "not in the buffer"
-            raise RunError(f"Group {uid!r} cannot become {to.value}: it is {now}, not {expected.value}.")
-        group.status = to
+    def _group(self, uid: str, what: str) -> PromptGroup:
+        group = self.table.get(uid)
+        if group is None:
+            raise RunError(f"Cannot {what} group {uid!r}: it is not in the buffer.")
         return group
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    def _leased(self, lease: Lease) -> PromptGroup:
+        self.end_overdue_leases()
+        group = self.table.get(lease.uid)
+        if group is None or group.lease != lease:
+            now = f"it is {group.status.value}" if group else "it is no longer in the buffer"
+            why = f": {group.reason}" if group and group.reason else ""
+            raise LeaseError(
+                f"{lease.worker} no longer holds group {lease.uid!r} (lease {lease.number}), so what it wrote is "
+                f"refused; {now}{why}."
+            )
+        return group
+
+    async def _end(
+        self, group: PromptGroup, status: GroupStatus, states: Sequence[RolloutState], reason: str = ""
+    ) -> GroupStatus:
+        self._release(group)
+        group.states, group.reason = list(states), reason
+        group.measure()
+        group.status, before = status, group.status
+        self.store.write_states(group)
+        group.status = before
+        # shield: the write cannot be called back, so the group must not stay behind as running
+        with anyio.CancelScope(shield=True):
+            await self.store.flush()
+        if self.table.get(group.uid) is not group:
+            return status  # it was discarded meanwhile
+        with self.table.changing(group):
+            group.status = status
+            group.pool_key = self._pool_key(group)
+        group.last_event = status.value
+        self._note_outcome(group)
+        self._spill_if_full(group)
+        self._notify()
+        return status
+
+    def _fail_now(self, group: PromptGroup, reason: str) -> None:
+        self._release(group)
+        with self.table.changing(group):
+            group.status = GroupStatus.FAILURE
+        group.reason = group.last_event = reason
+        self._note_outcome(group)
+        self.store.update(group)
+        self._notify()
+
+    def _note_outcome(self, group: PromptGroup) -> None:
+        self.outcomes[group.status] += 1
+        if group.status is GroupStatus.FAILURE:
+            self.last_failure = group.reason
+
+    def _release(self, group: PromptGroup) -> None:
+        if group.lease is not None:
+            self._held[group.lease.worker].discard(group.uid)
+            if not self._held[group.lease.worker]:
+                del self._held[group.lease.worker]
+            group.lease = None
+
+    def _forget(self, group: PromptGroup) -> None:
+        self._release(group)
+        self.table.remove(group)
+        if not group.is_spilled and group.status is GroupStatus.FINISHED:
+            self._memory_bytes -= _size_bytes(group)
+
+    def _pool_key(self, group: PromptGroup) -> int:
+        return (group.min_version or 0) if self.settings.replay_policy == "staleness" else 0
+
+    def _filter_value(self, group: PromptGroup, good: Sequence[RolloutState]) -> tuple[float | None, bool]:
+        metric = self.policy.filter_metric
+        if metric is None or group.partition_id != TRAIN:
+            return None, False
+        values: set[float] = set()
+        for state in good:
+            value = (state.reward or {}).get(metric)
+            if value is None:
+                raise RunError(
+                    f"Groups are filtered by {metric!r} (filter_groups.metric), but the reward of sample "
+                    f"{state.rollout_id} of group {group.uid!r} has only {sorted(state.reward or {})}."
+                )
+            values.add(float(value))
+        # one row has nothing to be compared with, and is no evidence that the prompt is too easy or too hard
+        return (values.copy().pop() if len(values) == 1 else None), len(values) == 1 and len(good) > 1
+
+    def _spill_if_full(self, group: PromptGroup) -> None:
+        if group.status is not GroupStatus.FINISHED:
+            return
+        size = _size_bytes(group)
+        if self.store.is_durable and self._memory_bytes + size > self.settings.storage.max_memory_bytes:
+            group.states, group.is_spilled = [], True
+        else:
+            self._memory_bytes += size
+
+    # --- one draw
+
+    def _suspects(self, global_steps: int, partition: Partition) -> list[PromptGroup]:
+        """Groups that may have to be evicted: failures, uniform ones, and what is older than the threshold."""
+        uids = dict.fromkeys(partition.suspects)
+        for dispatched_for, same_age in partition.terminal_ages.items():
+            if span(global_steps, dispatched_for) > self.policy.max_off_policy_threshold:
+                uids.update(dict.fromkeys(same_age))
+        return [self._group(uid, "evict") for uid in uids]
+
+    async def _refill(self, draw: Draw, num_replacements: int) -> bool:
+        """Have groups generated for those that were evicted; return whether anybody was asked."""
+        draw.credit += num_replacements
+        if self._filters_in_sync:
+            draw.draining = draw.draining or self._num_sampleable(draw) >= draw.batch_size
+            if draw.draining:
+                draw.credit = 0
+        if draw.credit == 0 or draw.starved:
+            return False
+        draw.starved = self.check_starvation(draw.global_steps, draw.partition_id, draw.batch_size)
+        if draw.starved:
+            return False
+        allowed = draw.credit
+        if self._filters_in_sync:
+            limit = self.settings.filter_groups.max_inflight_gen_batches * draw.batch_size
+            allowed = min(allowed, max(0, limit - self._num_unfinished(draw)))
+        if allowed:
+            draw.credit -= allowed
+            await self.ask_for(allowed)
+        return allowed > 0
+
+    def _starvation(self, global_steps: int, size: int) -> str | None:
+        tally = self._tally
+        if self.max_failed_groups is not None and tally.num_failed > self.max_failed_groups:
+            return (
+                f"{tally.num_failed} groups failed while a batch of {size} was produced, more than "
+                f"max_failed_groups={self.max_failed_groups}. The last one: {tally.last_failure}"
+            )
+        limit = self.settings.filter_groups.max_filtered_batches * size
+        if tally.num_uniform + tally.num_stale <= limit:
+            return None
+        if tally.num_stale > tally.num_uniform:
+            return (
+                f"{tally.num_stale} finished groups were too old for step {global_steps} while a batch of {size} "
+                f"was waited for. Raise max_off_policy_threshold ({self.policy.max_off_policy_threshold}), or admit "
+                f"fewer groups ahead of training."
+            )
+        return (
+            f"{tally.num_uniform} groups were filtered while a batch of {size} was waited for: in each, every attempt "
+            f"has the same {self.policy.filter_metric!r}. Value: groups {tally.histogram()}. Is the task too easy or "
+            f"too hard for the model? See filter_groups.max_filtered_batches and on_starvation."
+        )
+
+    def _choose(self, draw: Draw) -> list[str] | None:
+        partition = self.table.partition(draw.partition_id)
+        size = min(draw.batch_size, self._num_sampleable(draw)) if draw.starved else draw.batch_size
+        if self._num_sampleable(draw) < size or size == 0:
+            return None
+        if (draw.draining or draw.starved) and self._num_unfinished(draw):
+            return None
+        if self._too_old_is_unfinished(draw, partition):
+            return None
+        policy = self.policy if draw.partition_id == TRAIN else EvictionPolicy(mode="sync", stragglers="wait")
+        return select(
+            self._in_order(partition),
+            batch_size=size,
+            global_steps=draw.global_steps,
+            ages=partition.ages,
+            policy=policy,
+        )
+
+    def _in_order(self, partition: Partition) -> Iterator[Waiting]:
+        for group in partition.order.values():
+            if group.status not in PARKED:
+                yield Waiting(group.uid, group.global_steps, ready=group.status in TERMINAL)
+
+    def _too_old_is_unfinished(self, draw: Draw, partition: Partition) -> bool:
+        if self.policy.max_off_policy_strategy != "wait" or self.trainer_mode == "sync" or draw.partition_id != TRAIN:
+            return False
+        ages = partition.unfinished_ages
+        return bool(ages) and span(draw.global_steps, min(ages)) >= self.policy.max_off_policy_threshold
+
+    async def _take(self, draw: Draw, uids: Sequence[str]) -> tuple[list[PromptGroup], Metrics]:
+        groups = [self._group(uid, "take") for uid in uids]
+        if not any(group.num_rows for group in groups) and draw.partition_id == TRAIN:
+            raise RunError(
+                f"None of the {len(groups)} groups of step {draw.global_steps} has an attempt to train on. The first: "
+                f"{groups[0].reason}. Set sync_refill_failed_groups to replace failed groups."
+            )
+        groups = await self.take_groups(uids, draw.global_steps)
+        if draw.draining:
+            self._drop_surplus(draw)
+        metrics, self._tally = self._tally.metrics(groups, draw.global_steps), SampleTally()
+        return groups, metrics | self.queue_metrics(draw.partition_id)
+
+    def queue_metrics(self, partition_id: str) -> dict[str, float]:
+        """Return how many groups wait in each status."""
+        by_status = self.table.partition(partition_id).by_status
+        return {
+            "buffer/size": float(len(self.table)),
+            "buffer/memory_mb": self._memory_bytes / 1e6,
+            **{f"buffer/{status.value}": float(by_status[status]) for status in GroupStatus},
+        }
+
+    def _drop_surplus(self, draw: Draw) -> None:
+        """The sync mode keeps nothing between steps: it would be of older weights."""
+        surplus = [
+            group for group in self.table.partition(draw.partition_id).order.values() if group.status in TERMINAL
+        ]
+        self._tally.num_surplus += len(surplus)
+        self.discard(surplus, "surplus")
+
+    # --- waiting
+
+    @property
+    def _filters_in_sync(self) -> bool:
+        return self.trainer_mode == "sync" and self.policy.filter_metric is not None
+
+    def _num_sampleable(self, draw: Draw) -> int:
+        return self.count(draw.partition_id, *TERMINAL)
+
+    def _num_unfinished(self, draw: Draw) -> int:
+        return self.count(draw.partition_id) - self.count(draw.partition_id, *TERMINAL, *PARKED)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def _wait_until(self, moment: float | None) -> None:
+        """Wait for a change, at most until a moment, or until the next lease is over."""
+        moments = [moment] if moment is not None else []
+        if self._deadlines:
+            moments.append(self._deadlines[0][0])
+        if not moments:
+            await self._changed.wait()
+            return
+        with anyio.move_on_after(max(0.0, min(moments) - self._clock())):
+            await self._changed.wait()
+        self.end_overdue_leases()
+
+
+def _facts(group: PromptGroup) -> GroupFacts:
+    return GroupFacts(
+        global_steps=group.global_steps,
+        finished=group.status is GroupStatus.FINISHED,
+        num_rows=group.num_rows,
+        uniform=group.is_uniform,
+    )
+
+
+def _size_bytes(group: PromptGroup) -> int:
+    return 4096 + group.num_tokens * BYTES_PER_TOKEN
+
+
+def _names(reasons: frozenset[Reason]) -> str:
+    return ", ".join(sorted(reason.value for reason in reasons))

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,16 +35,19 @@ from xrl_lite.data import RolloutState
 from xrl_lite.errors import RunError
 from xrl_lite.judger import judger_metrics
 from xrl_lite.log import get_logger
+from xrl_lite.metrics import MetricLoggers, shares, with_verl_names
 from xrl_lite.replay_buffer import PromptGroup
 from xrl_lite.trainer.advantages import AdvantageStep
 from xrl_lite.trainer.baselines import greedy_rewards
 from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.prepare import prepare_train_data
 from xrl_lite.trainer.randomness import random_state, set_random_state
+from xrl_lite.trainer.report import completion_table
 from xrl_lite.trainer.stop import StopRequest
 
 if TYPE_CHECKING:
-    from xrl_lite.agent_loop import AgentLoopManager
+    from xrl_lite.agent_loop import Producer
+    from xrl_lite.agent_loop.manager import AgentLoopManager
     from xrl_lite.engine.batch import TrainBatch
     from xrl_lite.engine.controller import TrainingController
     from xrl_lite.replay_buffer import ReplayBuffer
@@ -77,7 +80,9 @@ class TrainerParts:
     weight_sync: WeightSync
     """Brings weights from the engine to the replicas."""
     manager: AgentLoopManager
-    """Produces groups."""
+    """Runs groups past the buffer, as an evaluation does."""
+    producer: Producer
+    """Decides which groups are run for training."""
     replay_buffer: ReplayBuffer
     """Holds groups."""
     evaluator: Evaluator | None
@@ -92,6 +97,10 @@ class TrainerParts:
     """Runs after each checkpoint."""
     reporter: Reporter
     """Shows what happens."""
+    loggers: MetricLoggers = field(default_factory=lambda: MetricLoggers({}))
+    """Take the metrics too."""
+    health: Callable[[], dict[str, float]] = dict
+    """Returns what the processes are doing: memory, restarts, lag of the event loop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +191,8 @@ class RLTrainer(ABC):
         last_step = self.settings.trainer.num_steps
         if checkpoint is not None:
             await self._load(checkpoint)
+        # what was generated after the checkpoint is generated again, to the same bits
+        await self.parts.replay_buffer.restore(self.global_step, keep_newer=False)
         await self.on_init_end()
         if self._evaluation_due or (self.global_step == 0 and self.settings.evaluation.at_start):
             await self._evaluate()
@@ -231,7 +242,7 @@ class RLTrainer(ABC):
         """No step will follow. Called after an error too."""
 
     @abstractmethod
-    async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, float]]:
+    async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, Any]]:
         """Return the groups to train on, and metrics of the buffer."""
 
     def _prepare_train_data(self, groups: list[list[RolloutState]]) -> tuple[TrainBatch, dict[str, float]]:
@@ -289,11 +300,23 @@ class RLTrainer(ABC):
     def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
         if self.settings.report.save_rollouts:
             self.parts.folder.write_rollouts(self.global_step, [rollout_record(state) for state in states])
-        record = {**metrics, **self.times.metrics(metrics["num_tokens"])}
-        self.parts.folder.write_metrics({"step": self.global_step, **record})
+        record = {
+            **metrics,
+            **shares((state.finish_reason for state in states), "completions/finish_reason"),
+            **self.times.metrics(metrics["num_tokens"]),
+            **self.parts.health(),
+        }
+        self._log(record)
         self.parts.reporter.step(self.global_step, record)
         if self._is_due(self.settings.report.completions_every):
-            self.parts.reporter.completions(self.global_step, states[: self.settings.report.num_completions])
+            shown = states[: self.settings.report.num_completions]
+            self.parts.reporter.completions(self.global_step, shown)
+            self.parts.loggers.log_table(self.global_step, "completions", *completion_table(shown))
+
+    def _log(self, record: dict[str, Any]) -> None:
+        self.parts.folder.write_metrics({"step": self.global_step, **record})
+        renamed = with_verl_names(record) if self.settings.report.verl_names else record
+        self.parts.loggers.log(self.global_step, renamed)
 
     def _judger_metrics(self) -> dict[str, float]:
         metrics = judger_metrics(self.parts.judger.statistics(reset=True))
@@ -360,7 +383,7 @@ class RLTrainer(ABC):
         record = metrics | self._judger_metrics() | {"time/evaluation": time.perf_counter() - started}
         await self.on_validate_end()
         self._evaluation_due = False
-        self.parts.folder.write_metrics({"step": self.global_step, **record})
+        self._log(record)
         self.parts.reporter.evaluation(self.global_step, metrics)
 
     async def _save(self) -> None:
@@ -371,15 +394,17 @@ class RLTrainer(ABC):
 
         state = {
             "global_step": self.global_step,
-            "sampler": self.parts.manager.sampler.state_dict(),
+            "producer": self.parts.producer.state_dict(),
             "steps_without_signal": self._steps_without_signal,
             "empty_steps": self._empty_steps,
             "algorithm": self._advantages.state_dict(),
             "evaluation_due": self._evaluation_due,
             "random": random_state(),
         }
+        await self.parts.replay_buffer.flush()
         self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
         self._saved_step = self.global_step
+        self.parts.replay_buffer.checkpointed(self.parts.store.oldest_step())
         self.parts.callback.on_save(
             trainer=self, global_step=self.global_step, checkpoint_dir=str(self._checkpoint), async_save=False
         )
@@ -387,7 +412,7 @@ class RLTrainer(ABC):
     async def _load(self, checkpoint: Path) -> None:
         state = read_state(checkpoint)
         await self.parts.engine.load_checkpoint(checkpoint / ENGINE)
-        self.parts.manager.sampler.load_state_dict(state["sampler"])
+        self.parts.producer.load_state_dict(state["producer"])
         self.global_step = state["global_step"]
         self._saved_step = self.global_step
         self._steps_without_signal = state["steps_without_signal"]

@@ -104,6 +104,11 @@ class CheckpointStore:
             ) from error
         return final
 
+    def oldest_step(self) -> int:
+        """Return the step of the oldest complete checkpoint; 0 if there is none."""
+        found = complete_checkpoints(self._folder)
+        return int(found[0].name.removeprefix("step_")) if found else 0
+
     def forget_after(self, step: int) -> None:
         """Drop the checkpoints of later steps: they belong to what is about to be run again."""
         for path in self._folder.glob("step_*"):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from xrl_lite.data import DataConfig, SampleParams
+from xrl_lite.metrics import check_loggers
 from xrl_lite.settings import Settings
 
 
@@ -59,8 +60,30 @@ class EvaluationConfig(Settings):
     )
     """Ways of sampling, by name; each gives an accuracy of its own."""
 
+    num_samples: dict[str, int] = Field(default_factory=dict[str, int])
+    """Attempts per row, by the name of the way of sampling; one where nothing is said. With k of them pass@k, and maj@k
+    where rewards have `pred`, are reported too."""
+
     success_score: float = 0.5
     """An answer counts as right when its score is above this."""
+
+    @model_validator(mode="after")
+    def _samples_are_of_a_way(self) -> Self:
+        unknown = sorted(set(self.num_samples) - set(self.sample_params))
+        if unknown:
+            raise ValueError(
+                f"evaluation.num_samples names {unknown[0]!r}, which is not in sample_params: "
+                f"{', '.join(sorted(self.sample_params))}."
+            )
+        greedy = [
+            way for way, count in self.num_samples.items() if count > 1 and not self.sample_params[way].temperature
+        ]
+        if greedy or min(self.num_samples.values(), default=1) < 1:
+            raise ValueError(
+                f"evaluation.num_samples must be at least 1, and 1 at temperature 0, where all are equal; got "
+                f"{self.num_samples}."
+            )
+        return self
 
 
 class CheckpointConfig(Settings):
@@ -92,5 +115,23 @@ class ReportConfig(Settings):
     num_completions: int = Field(default=4, gt=0)
     """Rows of that table."""
 
+    loggers: list[str] = Field(default_factory=lambda: ["console", "jsonl"])
+    """Where metrics go: console, jsonl (metrics.jsonl, written in any case), tensorboard, wandb, trackio, mlflow."""
+
+    project: str = "xrl-lite"
+    """Project that the loggers file the run under."""
+
+    logger_options: dict[str, dict[str, Any]] = Field(default_factory=dict[str, dict[str, Any]])
+    """Per logger, handed to its library, for example ``{wandb: {mode: offline}}``."""
+
+    verl_names: bool = False
+    """Also give the loggers the metrics under verl's names, so that dashboards carry over."""
+
     save_rollouts: bool = True
     """Write every trained attempt to rollouts/step_*.jsonl."""
+
+    @field_validator("loggers")
+    @classmethod
+    def _loggers_exist(cls, names: list[str]) -> list[str]:
+        check_loggers(names)
+        return names

@@ -106,17 +106,11 @@ class ConsoleReporter:
 
     def completions(self, step: int, states: Sequence[RolloutState]) -> None:
         table = Table(title=f"completions of step {step}", title_justify="left")
-        for name in ("prompt", "completion", "ground truth", "score"):
+        columns, rows = completion_table(states)
+        for name in columns:
             table.add_column(name, overflow="fold")
-        for state in states:
-            score = state.reward["score"] if state.reward else state.error_msg or state.status.value
-            cells = (
-                state.message[-1]["content"],
-                state.response,
-                (state.reward_model or {}).get("ground_truth"),
-                score,
-            )
-            table.add_row(*(Text(_short(str(cell))) for cell in cells))
+        for row in rows:
+            table.add_row(*(Text(_short(cell)) for cell in row))
         self._console.print(table)
 
     def finish(self) -> None:
@@ -132,6 +126,30 @@ class ConsoleReporter:
         for label, (_, values) in curves.items():
             self._console.print(Text(f"{label}: {values[0]:.3f} -> {values[-1]:.3f}", style="bold"))
         self.note(f"everything is in {folder}")
+
+
+def completion_table(states: Sequence[RolloutState]) -> tuple[tuple[str, ...], list[list[str]]]:
+    """Return column names and rows of a table of sample completions."""
+    rows = [
+        [
+            str(state.message[-1]["content"]),
+            str(state.response),
+            str((state.reward_model or {}).get("ground_truth")),
+            str(state.reward["score"] if state.reward else state.error_msg or state.status.value),
+        ]
+        for state in states
+    ]
+    return ("prompt", "completion", "ground truth", "score"), rows
+
+
+class QuietReporter(ConsoleReporter):
+    """Says what happens once, and draws no line per step: for runs whose numbers go to other loggers only."""
+
+    def start(self, *, num_steps: int, first_step: int) -> None:
+        """Draw no progress."""
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Draw no line."""
 
 
 def _curves(records: Sequence[dict[str, float]]) -> dict[str, tuple[list[float], list[float]]]:

@@ -6,6 +6,7 @@
         config.yaml          the resolved settings
         metrics.jsonl        a line per step and per evaluation
         rollouts/            step_*.jsonl: every trained attempt
+        buffer.sqlite        everything that was generated (xrl_lite.replay_buffer.sqlite_store)
         logs/                driver.log and one log per actor
         checkpoints/         step_*/, complete ones only
         learning_curve.png
@@ -24,6 +25,7 @@ from xrl_lite.errors import RunError
 
 LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
+BUFFER = "buffer.sqlite"
 
 
 class RunFolder:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from xrl_lite.agent_loop.manager import TRAIN
-from xrl_lite.replay_buffer import PromptGroup
+from typing import Any
+
+from xrl_lite.replay_buffer import TRAIN, PromptGroup
 from xrl_lite.trainer.base import RLTrainer
 
 
@@ -13,12 +14,14 @@ class SyncTrainer(RLTrainer):
     async def on_init_end(self) -> None:
         await self.parts.weight_sync.sync(self.global_step)
 
-    async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, float]]:
+    async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, Any]]:
+        producer, buffer = self.parts.producer, self.parts.replay_buffer
         with self.times.part("rollout"):
-            await self.parts.manager.produce_batch(batch_size, train_step=self.global_step)
-            groups, metrics = await self.parts.replay_buffer.sample(self.global_step, TRAIN, batch_size)
+            async with producer.running():
+                await producer.produce_batch(batch_size, train_step=self.global_step)
+                groups, metrics = await buffer.sample(self.global_step, TRAIN, batch_size)
         self._split_rollout_time(groups)
-        return groups, metrics
+        return groups, metrics | producer.metrics()
 
     async def on_sample_end(self) -> None:
         """Nothing to do: no request is in flight."""

@@ -10,9 +10,10 @@ import yaml
 from tests.build import run_settings
 from xrl_lite.algorithms import register_adv_est
 from xrl_lite.config import dump_config, load_config
+from xrl_lite.config.check import check_data
 from xrl_lite.config.describe import describe
 from xrl_lite.config.run_config import RunConfig
-from xrl_lite.errors import ConfigError
+from xrl_lite.errors import ConfigError, PluginError
 
 
 def write(folder: Path, **changes: object) -> Path:
@@ -76,6 +77,52 @@ def test_group_of_one_is_refused(tmp_path: Path) -> None:
 def test_groups_must_divide_into_mini_batches(tmp_path: Path) -> None:
     text = refusal(write(tmp_path), "trainer.groups_per_step=10", "engine.num_mini_batches=4")
     assert "groups_per_step (10) must be a multiple of engine.num_mini_batches (4)" in text
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("replay_buffer.min_sessions=5", "more than task addition has attempts per prompt"),
+        ("task.produce_strategy_config.type=async", "which trainer.mode=sync does not"),
+        ("task.produce_strategy_config.type=asink", "Unknown produce strategy 'asink'. Did you mean 'async'?"),
+        ("replay_buffer.filter_groups.enable=true", "filter_groups.enable needs filter_groups.metric"),
+        ("replay_buffer.custom_sampler.path=my.py", "give both path"),
+        ("report.loggers=[tensorbord]", "Did you mean 'tensorboard'?"),
+        ("evaluation.num_samples={other: 2}", "names 'other', which is not in sample_params: sampled"),
+    ],
+)
+def test_producing_and_reporting_that_cannot_work_is_refused(tmp_path: Path, override: str, wanted: str) -> None:
+    assert wanted in refusal(write(tmp_path), override)
+
+
+def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    task = run_settings(tmp_path, Path("model"))["task"]
+    text = refusal(write(tmp_path, agent_loop_manager={"tasks": [task]}))
+    assert "every task needs a task_name of its own, got addition, addition" in text
+
+
+def test_several_tasks_are_read_and_their_judgers_checked(tmp_path: Path) -> None:
+    task = run_settings(tmp_path, Path("model"))["task"] | {"task_name": "more", "weight": 0.5}
+    config = load_config(write(tmp_path, agent_loop_manager={"tasks": [task]}))
+    assert [(task.task_name, task.weight) for task in config.tasks] == [("addition", 1.0), ("more", 0.5)]
+    data = check_data(config)
+    assert len(data.train) == 128
+    assert len(data.judger_configs) == 1, "equal judgers are shared"
+    other = task | {"judger_config": task["judger_config"] | {"request_timeout": 3}}
+    with pytest.raises(ConfigError, match="Two judgers with different settings have the name 'by_length'"):
+        check_data(load_config(write(tmp_path, agent_loop_manager={"tasks": [other]})))
+
+
+def test_user_code_for_producing_is_loaded_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("number = 3\n")
+    path = write(tmp_path)
+    with pytest.raises(PluginError, match="has no 'nothing'"):
+        check_data(load_config(path, [f"task.produce_strategy_config.is_valid_sample_fn={tmp_path}/mine.py:nothing"]))
+    with pytest.raises(ConfigError, match=r"mine.py:number is no function"):
+        check_data(load_config(path, [f"task.produce_strategy_config.should_continue_fn={tmp_path}/mine.py:number"]))
+    sampler = f"replay_buffer.custom_sampler={{path: {tmp_path}/mine.py, name: number}}"
+    with pytest.raises(ConfigError, match="must be a subclass of ReplayBuffer"):
+        check_data(load_config(path, [sampler]))
 
 
 @pytest.mark.parametrize(

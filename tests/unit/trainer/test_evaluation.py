@@ -1,0 +1,121 @@
+"""Evaluation: all rows, k attempts, failed ones counted, and going on where it was stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from xrl_lite.agent_loop import AgentLoop, AgentLoopManager
+from xrl_lite.data import RolloutState, Row, SampleParams, Status
+from xrl_lite.errors import RolloutError, RunError
+from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
+
+ABOUT = {"model": "m"}
+
+
+class ByPlace(AgentLoop):
+    """Answers from a table: row -> the answer of each attempt; None fails, "hang" never ends."""
+
+    def __init__(self, answers: list[list[str | None]], *, with_pred: bool = True) -> None:
+        super().__init__(None, None, sample_params=SampleParams())  # type: ignore[arg-type]
+        self.answers, self.with_pred = answers, with_pred
+        self.asked: list[int] = []
+
+    async def generate_sample(self, rollout_state: RolloutState) -> RolloutState:
+        state, row = rollout_state, rollout_state.extra_fields["row"]
+        answers = self.answers[row]
+        answer = answers[int(state.rollout_id or 0) % len(answers)]
+        self.asked.append(row)
+        if answer == "hang":
+            await anyio.sleep_forever()
+        if answer is None:
+            raise RolloutError("scripted")
+        state.response_ids, state.status = [1, 2], Status.COMPLETED
+        state.reward = {"score": float(answer == "right")} | ({"pred": answer} if self.with_pred else {})
+        return state
+
+
+def make_evaluator(loop: ByPlace, k: int, *, sources: tuple[str, ...] = ("a",)) -> Evaluator:
+    rows = [
+        Row(index=n, prompt=[{"role": "user", "content": "x"}], ground_truth="1", data_source=sources[n % len(sources)])
+        for n in range(len(loop.answers))
+    ]
+    return Evaluator(
+        AgentLoopManager({"t": loop}, replay_buffer=ReplayBuffer()),
+        rows=rows,
+        encode=lambda _: [1],
+        sample_params={"sampled": SampleParams()},
+        success_score=0.5,
+        num_samples={"sampled": k},
+    )
+
+
+async def test_mean_pass_and_majority_at_k() -> None:
+    answers: list[list[str | None]] = [
+        ["right", "wrong", "wrong", "other"],
+        ["right", "right", "wrong", None],
+        [None, None, None, None],
+    ]
+    metrics = await make_evaluator(ByPlace(answers), 4).evaluate()
+    got = {name.removeprefix("eval/sampled/"): value for name, value in metrics.items()}
+    assert got["accuracy"] == got["mean@4"] == pytest.approx(3 / 12)
+    assert got["failed"] == 5.0
+    assert got["pass@1"] == pytest.approx(3 / 12)
+    assert got["pass@2"] == pytest.approx((1 / 2 + 5 / 6 + 0) / 3)
+    assert got["pass@4"] == pytest.approx(2 / 3)
+    assert got["maj@4"] == pytest.approx(1 / 3)
+    assert got["pass@4/low"] <= got["pass@4"] <= got["pass@4/high"]
+    assert got["mean_length"] == pytest.approx(2 * 7 / 12)
+
+
+async def test_without_pred_there_is_no_majority_and_with_one_sample_only_the_mean() -> None:
+    metrics = await make_evaluator(ByPlace([["right", "wrong"]], with_pred=False), 2).evaluate()
+    assert "eval/sampled/pass@2" in metrics
+    assert not any("maj@" in name for name in metrics)
+    metrics = await make_evaluator(ByPlace([["right"], ["wrong"]]), 1).evaluate()
+    assert {name.split("/")[2] for name in metrics if "@" in name} == {"mean@1"}
+
+
+async def test_each_data_source_has_its_own_numbers() -> None:
+    loop = ByPlace([["right"], ["wrong"], ["right"], ["right"]])
+    metrics = await make_evaluator(loop, 1, sources=("a", "b")).evaluate()
+    assert metrics["eval/sampled/accuracy"] == 0.75
+    assert metrics["eval/sampled/a/accuracy"] == 1.0
+    assert metrics["eval/sampled/b/mean@1"] == 0.5
+
+
+async def test_a_stopped_evaluation_goes_on_with_the_rows_that_are_missing(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    answers: list[list[str | None]] = [["right"], ["wrong"], ["hang"]]
+    first = ByPlace(answers)
+    with anyio.move_on_after(0.2):
+        await make_evaluator(first, 1).evaluate(EvaluationRecord(path, ABOUT))
+    with path.open("a") as file:
+        file.write('{"way": "sam')  # torn by the kill
+    second = ByPlace([["right"], ["right"], ["right"]])
+    metrics = await make_evaluator(second, 1).evaluate(EvaluationRecord(path, ABOUT))
+    assert second.asked == [2]
+    assert metrics["eval/sampled/accuracy"] == pytest.approx(2 / 3)
+    third = ByPlace(answers)
+    assert await make_evaluator(third, 1).evaluate(EvaluationRecord(path, ABOUT)) == metrics
+    assert third.asked == []
+
+
+def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
+    EvaluationRecord(tmp_path / "eval.jsonl", ABOUT)
+    with pytest.raises(RunError, match="holds an evaluation of something else"):
+        EvaluationRecord(tmp_path / "eval.jsonl", {"model": "other"})
+
+
+def test_samples_of_an_unknown_way_or_at_temperature_zero_are_refused() -> None:
+    from xrl_lite.trainer import EvaluationConfig
+
+    params: dict[str, Any] = {"greedy": SampleParams(temperature=0.0), "sampled": SampleParams()}
+    with pytest.raises(ValueError, match="names 'x', which is not in sample_params: greedy, sampled"):
+        EvaluationConfig(sample_params=params, num_samples={"x": 2})
+    with pytest.raises(ValueError, match="1 at temperature 0"):
+        EvaluationConfig(sample_params=params, num_samples={"greedy": 2})

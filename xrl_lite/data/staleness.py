@@ -1,0 +1,114 @@
+"""How old generated tokens are, and what becomes of attempts that are too old.
+
+Versions count weight updates. A token of version v that is trained on in step t is ``t - v - 1`` versions behind: 0 if
+no newer weights existed. Two bounds: on the oldest token of a sequence, and on each token (older ones are masked).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from xrl_lite.data.rollout_state import (
+    RolloutState,
+    Status,
+    calculate_seq_staleness,
+    get_group_status,
+    reset_rollout_response,
+)
+
+_CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
+_REQUIRED = "message"
+
+
+def stale_threshold(max_staleness: int, sync_weights_interval: int = 1) -> int:
+    """Return the staleness at which a sequence (or a token) is too old: ``(max_staleness + 1) * interval``."""
+    return (max_staleness + 1) * sync_weights_interval
+
+
+def version_range(state: RolloutState) -> tuple[int, int] | None:
+    """Return the oldest and the newest version of a state's tokens; None for one without tokens."""
+    steps = state.response_model_steps
+    if not steps:
+        return None
+    first = steps[0]
+    # nearly always there is one version, and counting is much faster than comparing
+    return (first, first) if steps.count(first) == len(steps) else (min(steps), max(steps))
+
+
+def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int) -> None:
+    """Set the staleness of each state from its oldest token; 0 for one without tokens."""
+    for state in group:
+        versions = version_range(state)
+        state.seq_staleness = calculate_seq_staleness(versions[0], current_train_step) if versions else 0
+
+
+def calculate_group_effective_response_masks(
+    group: Sequence[RolloutState], *, current_train_step: int, token_stale_threshold: int | None
+) -> list[list[int] | None]:
+    """Return for each state its response mask without tokens that are too old; the states stay as they are.
+
+    None for a state stands for "as it is": no threshold, no response, a mask of zeros, or (for the whole group) an
+    agent that built the training input itself.
+    """
+    if token_stale_threshold is None or any(state.input_ids or state.labels for state in group):
+        return [None] * len(group)
+    return [_effective_mask(state, current_train_step, token_stale_threshold) for state in group]
+
+
+def expire_stale_states(
+    group: Sequence[RolloutState],
+    *,
+    current_train_step: int,
+    stale_threshold: int | None,
+    token_stale_threshold: int | None = None,
+    retryable: bool = True,
+) -> bool:
+    """Mark what is too old as EXPIRED and return whether anything is.
+
+    A state expires if it did before, if its oldest token has reached `stale_threshold`, or if the token bound masks
+    all of it.
+
+    Args:
+        group: Attempts at one prompt, all ended. One with a FAILED member is left as it is.
+        current_train_step: Step that would train on them.
+        stale_threshold: Bound on sequences; None for none.
+        token_stale_threshold: Bound on tokens; None for none.
+        retryable: Expired attempts lose their response and can be made again, fresh siblings keep theirs. Otherwise the
+            whole group expires.
+    """
+    refresh_seq_staleness(group, current_train_step)
+    if not group or get_group_status(list(group)) not in _CAN_EXPIRE:
+        return False
+    masks = calculate_group_effective_response_masks(
+        group, current_train_step=current_train_step, token_stale_threshold=token_stale_threshold
+    )
+    expired = [
+        state.status is Status.EXPIRED
+        or (stale_threshold is not None and state.seq_staleness >= stale_threshold)
+        or (mask is not None and not any(mask))
+        for state, mask in zip(group, masks, strict=True)
+    ]
+    for state, is_expired in zip(group, expired, strict=True):
+        if any(expired) and (is_expired or not retryable):
+            state.status = Status.EXPIRED
+            if retryable:
+                reset_rollout_response(state)
+    return any(expired)
+
+
+def discard_rollout_state(state: RolloutState) -> RolloutState:
+    """Drop everything a state holds but its prompt messages, so that whoever still refers to it keeps little alive."""
+    for name, field in RolloutState.model_fields.items():
+        if name != _REQUIRED:
+            setattr(state, name, field.get_default(call_default_factory=True))
+    return state
+
+
+def _effective_mask(state: RolloutState, train_step: int, threshold: int) -> list[int] | None:
+    steps, mask = state.response_model_steps or [], state.response_mask
+    if not state.response_ids or (mask is not None and not any(mask)):
+        return None
+    return [
+        kept * (calculate_seq_staleness(step, train_step) < threshold)
+        for kept, step in zip(mask or [1] * len(steps), steps, strict=True)
+    ]
