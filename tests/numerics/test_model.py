@@ -756,3 +756,52 @@ def test_deltas_are_what_changed_since_the_last_look(tiny_model_folder: Path) ->
     before[name].view(-1)[delta.indices] = delta.values
     assert torch.equal(before[name], parameter)
     assert not list(engine.get_per_tensor_param_delta_shard())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_logits_tokens": 5},
+        {"activation_checkpointing": True},
+        {"param_offload": True, "optimizer_offload": True},
+        {"activation_checkpointing": True, "max_logits_tokens": 7},
+    ],
+    ids=str,
+)
+def test_what_saves_memory_changes_nothing(options: dict[str, Any], tiny_model_folder: Path) -> None:
+    algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.2, entropy_coeff=0.1)
+    batch = replace(make_uneven_batch(), ref_logprobs=None, old_logprobs=None)
+    found: list[dict[str, float]] = []
+    weights: list[dict[str, torch.Tensor]] = []
+    for chosen in ({}, options):
+        config = EngineConfig(num_mini_batches=2, optimizer=OptimizerConfig(learning_rate=1e-3), **chosen)
+        worker = EngineWorker(
+            config=config, algorithm=algorithm, model_path=str(tiny_model_folder), num_updates=9, seed=0
+        )
+        found.append(worker.train_batch(batch))
+        weights.append(worker.export_weights())
+    assert found[1] == pytest.approx(found[0], rel=1e-5, abs=1e-6)
+    # Adam's first updates are of the size of the learning rate, however small the gradient: rounding shows in them
+    assert max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("limit", "is_bounded"), [(4096, False), (6, True)])
+def test_logits_of_no_more_than_so_many_tokens_are_kept(limit: int, is_bounded: bool, tiny_model_folder: Path) -> None:
+    config = EngineConfig(max_logits_tokens=limit)
+    engine = LanguageModelEngine(model_path=str(tiny_model_folder), config=config, num_updates=1, seed=0)
+    engine.initialize()
+    (packed,) = pack(make_batch())
+    vocabulary = engine._model.get_output_embeddings().weight.shape[0]
+    kept: list[torch.Size] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        engine.forward_backward_batch(packed, lambda outputs, _: outputs.logprobs.sum())
+    # one set of rows of the vocabulary at a time; the weight of the head itself has rows of another length
+    rows = max((shape[0] for shape in kept if len(shape) == 2 and shape[1] == vocabulary), default=0)
+    assert rows == (0 if is_bounded else len(packed.targets))
+    (alone,) = LanguageModelEngine.infer_batch(engine, [packed])
+    assert len(alone.logprobs) == len(packed.targets)

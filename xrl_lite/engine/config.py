@@ -70,6 +70,23 @@ class EngineConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
 
+    activation_checkpointing: bool = False
+    """Keep only what goes into each layer, and compute the layer again in the backward pass: less memory, about a
+    third more computation."""
+
+    compile: bool = False
+    """Compile the layers with torch.compile: a slow first step, faster ones after it."""
+
+    param_offload: bool = False
+    """Keep the weights in CPU memory while nothing is computed."""
+
+    optimizer_offload: bool = False
+    """Keep the state of the optimizer in CPU memory except for updates."""
+
+    max_logits_tokens: int = Field(default=4096, gt=0)
+    """Trained tokens whose logits exist at once, forward and backward; bounds their memory to so many rows of the
+    vocabulary in float32. A micro-batch with more of them computes its logits twice."""
+
     num_mini_batches: int = Field(default=1, gt=0)
     """Optimizer updates the groups of one step are split into."""
 

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from xrl_lite.algorithms.packing import PackedBatch
 from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs, WeightShard
 from xrl_lite.engine.config import OptimizerConfig
 from xrl_lite.engine.ranks import gather_objects, num_ranks_here, platform_of_rank, rank_here, seed_device
-from xrl_lite.engine.sharding import DTYPES, gather_on_first, own_shard, reshard, shard_model, whole
+from xrl_lite.engine.sharding import DTYPES, gather_on_first, layers_of, own_shard, reshard, shard_model, whole
 from xrl_lite.errors import CheckpointError, ConfigError
 from xrl_lite.log import get_logger
 
@@ -51,10 +52,15 @@ class LanguageModelEngine(BaseEngine):
         self._sharded = num_ranks_here() > 1 or self._config.always_shards
         model = _load_model(self._model_path, self._config.dtype)
         initial = copy.deepcopy(model).requires_grad_(False).eval() if self._keep_reference else None
+        if self._config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = self._placed(model)
         self._policy = self._model
         self._initial = None if initial is None else self._placed(initial)
         self._teacher = self._load_teacher(self._teacher_path) if self._teacher_path else None
+        if self._config.param_offload:
+            for each in filter(None, (self._model, self._initial, self._teacher)):
+                each.to("cpu")
         optimizer = self._config.optimizer
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(),
@@ -71,7 +77,8 @@ class LanguageModelEngine(BaseEngine):
         was_training = self._model.training
         self._model.train()
         try:
-            yield
+            with self._on_device(optimizer=True):
+                yield
         finally:
             self._model.train(was_training)
 
@@ -80,7 +87,7 @@ class LanguageModelEngine(BaseEngine):
         was_training = self._model.training
         self._model.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._on_device(optimizer=False):
                 yield
         finally:
             self._model.train(was_training)
@@ -161,6 +168,14 @@ class LanguageModelEngine(BaseEngine):
     def get_data_parallel_group(self) -> Any:
         return dist.group.WORLD if dist.is_initialized() else None
 
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self._config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self._config.optimizer_offload
+
     def all_gather(self, value: T) -> list[T]:
         return gather_objects(value)
 
@@ -234,13 +249,27 @@ class LanguageModelEngine(BaseEngine):
             getattr(torch, self._device.type).set_rng_state(own["device"])
 
     @contextmanager
+    def _on_device(self, *, optimizer: bool) -> Iterator[None]:
+        """Bring what is offloaded to the device while inside."""
+        moved = {"model": self._config.param_offload, "optimizer": self._config.optimizer_offload and optimizer}
+        self.to(self._device.type, **moved)
+        try:
+            yield
+        finally:
+            self.to("cpu", **moved)
+
+    @contextmanager
     def _computing_with(self, model: Any) -> Iterator[None]:
         before = self._policy
         self._policy = model
         try:
+            if self._config.param_offload:
+                model.to(self._device)
             yield
         finally:
             self._policy = before
+            if self._config.param_offload:
+                model.to("cpu")
 
     def _load_teacher(self, path: str) -> nn.Module:
         teacher: Any = _load_model(path, self._config.dtype).requires_grad_(False).eval()
@@ -256,34 +285,58 @@ class LanguageModelEngine(BaseEngine):
         """Bring a model to the device and to all ranks, and teach it `token_outputs`."""
         head_is_linear = _head_is_linear(model)
         model = platform_of_rank().apply_model_patches(model.to(self._device))
+        if self._config.compile:
+            for layer in layers_of(model):  # their forward only: what FSDP does around it stays outside
+                layer.forward = torch.compile(layer.forward, dynamic=True)
         if self._sharded:
             shard_model(model, self._config, device_type=self._device.type)
-        model.token_outputs = partial(_outputs_of_model, model, head_is_linear)
+        model.token_outputs = partial(
+            _outputs_of_model, model, self._config.max_logits_tokens if head_is_linear else None
+        )
         if self._sharded:
             register_fsdp_forward_method(model, "token_outputs")
         return model
 
 
 def _outputs_of_model(
-    model: Any, head_is_linear: bool, batch: PackedBatch, temperature: float, request: OutputRequest
+    model: Any, max_logits_tokens: int | None, batch: PackedBatch, temperature: float, request: OutputRequest
 ) -> dict[str, Tensor | None]:
-    """Fields of `TokenOutputs`; a plain dict, in which FSDP finds the tensors."""
-    logits = _logits(model, head_is_linear, batch).float() / temperature
-    return dict(vars(token_outputs(logits, batch, request)))
+    """Fields of `TokenOutputs`; a plain dict, in which FSDP finds the tensors.
 
-
-def _logits(model: Any, head_is_linear: bool, batch: PackedBatch) -> Tensor:
+    `max_logits_tokens` is None for a model whose logits are more than its head applied to the last hidden state.
+    """
     inputs = {
         "input_ids": batch.input_ids,
         "position_ids": batch.position_ids,
         "attention_mask": batch.attention_mask,
         "use_cache": False,
     }
-    if not head_is_linear:
-        return model(**inputs).logits.flatten(0, 1)[batch.predicted_at]
+    if max_logits_tokens is None:
+        logits = model(**inputs).logits.flatten(0, 1)[batch.predicted_at].float() / temperature
+        return dict(vars(token_outputs(logits, batch, request)))
     # only the positions that predict a trained token go through the head: it is half the cost of a small model
-    hidden = model.base_model(**inputs).last_hidden_state
-    return model.get_output_embeddings()(hidden.flatten(0, 1)[batch.predicted_at])
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)[batch.predicted_at]
+
+    def of(hidden: Tensor, part: PackedBatch) -> dict[str, Tensor | None]:
+        logits = model.get_output_embeddings()(hidden).float() / temperature
+        return dict(vars(token_outputs(logits, part, request)))
+
+    if len(hidden) <= max_logits_tokens:
+        return of(hidden, batch)
+    parts: list[dict[str, Any]] = []
+    for start in range(0, len(hidden), max_logits_tokens):
+        stop = start + max_logits_tokens
+        # the logits are forgotten, and computed again when their gradient is asked for
+        parts.append(checkpoint(of, hidden[start:stop], _part(batch, start, stop), use_reentrant=False))
+    return {
+        name: None if value is None else torch.cat([part[name] for part in parts]) for name, value in parts[0].items()
+    }
+
+
+def _part(batch: PackedBatch, start: int, stop: int) -> PackedBatch:
+    """Some of the trained tokens."""
+    candidates = None if batch.candidates is None else batch.candidates[start:stop]
+    return replace(batch, targets=batch.targets[start:stop], candidates=candidates)
 
 
 def _on(device: torch.device, batch: PackedBatch) -> PackedBatch:

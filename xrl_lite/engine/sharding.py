@@ -92,7 +92,11 @@ def _gather(bucket: Sequence[tuple[str, DTensor]], device: torch.device) -> Iter
     rank, size = dist.get_rank(), dist.get_world_size()
     lengths = [sum(_num_values(parameter, each, size) for _, parameter in bucket) for each in range(size)]
     own = torch.zeros(max(lengths), dtype=bucket[0][1].dtype, device=device)  # all parts have to be of one length
-    torch.cat([parameter.detach().to_local().flatten() for _, parameter in bucket], out=own[: lengths[rank]])
+    start = 0
+    for _, parameter in bucket:
+        local = parameter.detach().to_local().flatten()
+        own[start : start + len(local)].copy_(local)  # perhaps out of CPU memory
+        start += len(local)
     parts = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
     dist.gather(own, parts, dst=0)
     if parts is None:
