@@ -72,8 +72,6 @@ class TemplateRules:
     """Tokens that end a turn of the model."""
     has_tools: bool
     """It shows tool schemas and takes messages of the role tool."""
-    takes_system: bool
-    """It takes a system message at the start."""
     reasoning_key: str | None
     """Key of a message that holds its reasoning; None where the template knows of none."""
     reasoning_marks: tuple[str, str]
@@ -351,7 +349,6 @@ class _Probe:
         found = TemplateRules(
             end_ids=self._end_ids,
             has_tools=self._has_tools(text_arguments),
-            takes_system=self._shows([{"role": "system", "content": _NEWS}, self._user], _NEWS),
             reasoning_key=key,
             reasoning_marks=marks,
             prompt_opens_reasoning=_squash(self._opening).endswith(_squash(marks[0])),

@@ -21,9 +21,6 @@ from typing import Literal
 from xrl_lite.data.chat_template import ChatTemplate, Role, Shape
 from xrl_lite.data.tokenizer import Message, Tokenizer
 from xrl_lite.errors import TemplateError
-from xrl_lite.log import get_logger
-
-logger = get_logger(__name__)
 
 OnRewrite = Literal["fork", "refuse", "keep"]
 """What to do where the template changes earlier turns: end the row and begin a second one, raise, or go on from the
@@ -80,7 +77,6 @@ class TokenBuilder:
         messages: The prompt.
         tools: Schemas shown to the model.
         on_rewrite: What to do where the template changes earlier turns.
-        prompt_ids: The prompt's tokens where they are known; else it is rendered.
 
     Raises:
         TemplateError: the template refuses the prompt, or does not know tools.
@@ -93,15 +89,13 @@ class TokenBuilder:
         *,
         tools: Sequence[Message] | None = None,
         on_rewrite: OnRewrite = "fork",
-        prompt_ids: Sequence[int] | None = None,
     ) -> None:
         self._template = template
         self._tools = list(tools) if tools else None
         self._on_rewrite: OnRewrite = on_rewrite
         self.messages: list[Message] = list(messages)
         """The conversation so far."""
-        first = template.encode(messages, tools=self._tools) if prompt_ids is None else list(prompt_ids)
-        self._rows = [TokenRow(prompt_ids=first)]
+        self._rows = [TokenRow(prompt_ids=template.encode(messages, tools=self._tools))]
         self._earlier: set[Shape] = set()
         self._turn: Shape | None = None
         self.num_forks = 0

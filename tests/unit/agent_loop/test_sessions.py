@@ -19,7 +19,7 @@ from xrl_lite.data import RolloutState, Row, SampleParams, Status
 from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.errors import ActorDiedError, ConfigError, PluginError, RolloutError, TemplateError
 from xrl_lite.judger import JudgerConfig
-from xrl_lite.tools import ToolsConfig
+from xrl_lite.tools import FunctionCall, ToolParser, ToolsConfig
 
 QWEN3 = Tokenizer(make_tokenizer("qwen3"))
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call><|im_end|>'
@@ -102,6 +102,32 @@ async def test_masks_logprobs_and_versions_belong_to_the_sampled_tokens() -> Non
     for mask, logprob in zip(state.response_mask or [], state.logprobs or [], strict=True):
         assert (logprob < 0) == bool(mask)
     assert set(state.response_model_steps or []) == {3}
+
+
+@pytest.mark.parametrize(
+    ("family", "call_format", "end_of_call", "answer"),
+    [
+        ("qwen2.5", "hermes", "<|im_end|>", "It is 7.<|im_end|>"),
+        ("qwen3", "qwen3_coder", "<|im_end|>", "<think>\nEasy.\n</think>\n\nIt is 7.<|im_end|>"),
+        ("glm", "glm", "<|observation|>", "\n<think></think>\nIt is 7.<|user|>"),
+        ("harmony", "gpt-oss", "", "<|channel|>final<|message|>It is 7.<|return|>"),
+    ],
+)
+async def test_formats_and_templates_go_together(family: str, call_format: str, end_of_call: str, answer: str) -> None:
+    tokenizer = Tokenizer(make_tokenizer(family))
+    call = FunctionCall("calculator", json.dumps({"expression": "3+4"}))
+    texts = [ToolParser.get_tool_parser(call_format).render([call]) + end_of_call, answer]
+    rollout = ScriptedRolloutCtl.of_texts(texts, tokenizer.encode_text)
+    config = AgentsConfig(tools=ToolsConfig(builtin=["calculator"], format=call_format))
+    (state,) = await config.build(rollout, Judger(), tokenizer=tokenizer).generate_group([make_state()])
+    assert state.status is Status.COMPLETED, state.error_msg
+    assert [message["role"] for message in state.extra_fields["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert state.extra_fields["messages"][2]["content"] == "7"
+    sampled = [token for text in texts for token in tokenizer.encode_text(text)]
+    pairs = zip(state.response_ids or [], state.response_mask or [], strict=True)
+    assert [token for token, mask in pairs if mask] == sampled
+    second = rollout.requests[1].prompt_ids or []
+    assert [*(state.prompt_ids or []), *(state.response_ids or [])][: len(second)] == second
 
 
 @pytest.mark.parametrize(
