@@ -134,7 +134,8 @@ def test_interrupted_twice_it_ends_at_once(tmp_path: Path, tiny_model_folder: Pa
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=10)
-    assert process.returncode in (130, -signal.SIGINT)
+        shown = process.stdout.read() if process.stdout else ""
+    assert process.returncode in (130, -signal.SIGINT), shown
     assert_gone(below)
 
 

@@ -328,7 +328,8 @@ class AgentLoopManager:
         counts.num_groups += 1
         counts.num_samples += len(states)
         counts.num_tokens += sum(len(state.response_ids or ()) for state in states)
-        scores = [state.reward["score"] for state in states if state.reward and "score" in state.reward]
+        rewards = [state.reward.get("score") for state in states if state.reward]
+        scores = [score for score in rewards if isinstance(score, int | float)]
         counts.raw_rewards_sum += sum(scores)
         counts.raw_rewards_count += len(scores)
         counts.seconds.append(seconds)
