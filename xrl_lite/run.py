@@ -6,7 +6,7 @@
                               |           |                  '--------> Judger ------------> judger/...      (actors)
                             ReplayBuffer -- buffer.sqlite
                               |
-                          RLTrainer --> TrainingController --> engine/0                           (actor)
+                          RLTrainer --> TrainingController --> engine/0..n                        (actors)
                               '-------> WeightSync: engine/0 ==> rollout/0..n
 
 Everything that is not the driver is an actor of one `ActorSystem`, which ends them all.
