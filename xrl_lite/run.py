@@ -301,9 +301,13 @@ def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
 
 def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, system: ActorSystem) -> RolloutController:
     """Start the replicas; the controller is to be entered."""
+    settings = config.rollout
+    if any(task.produce_strategy_config.enable_partial_rollout for task in config.tasks):
+        # attempts of the other tasks come here without their tokens
+        settings = settings.model_copy(update={"partial_rollout": True})
     return RolloutController(
         system,
-        config=config.rollout,
+        config=settings,
         model_path=model_path,
         decode=tokenizer.decode,
         seed=config.seed,
