@@ -15,7 +15,7 @@ Everything that is not the driver is an actor of one `ActorSystem`, which ends t
 from __future__ import annotations
 
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,7 +129,7 @@ async def open_trainer(
     callback: CheckpointCallback,
     stop: StopRequest,
     lag: LoopLag,
-) -> AsyncIterator[RLTrainer]:
+) -> AsyncGenerator[RLTrainer]:
     """Start the actors and connect the parts, as in the drawing above; close at the end what is to be closed."""
     engine = TrainingController(
         system,
@@ -240,7 +240,7 @@ def run_until_done(function: Callable[[], Awaitable[T]]) -> T:
 
 
 @asynccontextmanager
-async def actor_system(config: RunConfig, *, log_dir: Path | None) -> AsyncIterator[ActorSystem]:
+async def actor_system(config: RunConfig, *, log_dir: Path | None) -> AsyncGenerator[ActorSystem]:
     """Run the actor system and the manager of its CPU slots; errors from inside come out as themselves."""
     with errors_as_themselves():
         async with ActorSystem(num_cpus=config.num_cpus, log_dir=log_dir, seed=config.seed) as system:
@@ -301,9 +301,13 @@ def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
 
 def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, system: ActorSystem) -> RolloutController:
     """Start the replicas; the controller is to be entered."""
+    settings = config.rollout
+    if any(task.produce_strategy_config.enable_partial_rollout for task in config.tasks):
+        # attempts of the other tasks come here without their tokens
+        settings = settings.model_copy(update={"partial_rollout": True})
     return RolloutController(
         system,
-        config=config.rollout,
+        config=settings,
         model_path=model_path,
         decode=tokenizer.decode,
         seed=config.seed,

@@ -291,6 +291,14 @@ class ActorSystem:
             raise KeyError(f"No actor is called {name!r}.{did_you_mean(name, self._handles)} There are: {known}.")
         return handle
 
+    def free_stem(self, stem: str) -> str:
+        """Return `stem`, or ``stem#2`` and so on where an actor called ``stem/0`` is living."""
+        number, name = 1, stem
+        while f"{name}/0" in self._handles:
+            number += 1
+            name = f"{stem}#{number}"
+        return name
+
     def statistics(self) -> dict[str, Any]:
         """Return capacity, what is held, and the statistics of every living actor by name."""
         held = self.ledger.held

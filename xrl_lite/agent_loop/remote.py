@@ -292,13 +292,15 @@ def build_remote(
     located = config if config.hf_checkpoint else config.model_copy(update={"hf_checkpoint": model_path})
     pool = register_cpu_resources(f"agent_loop:{type(config).__name__}", resources)
     loops: list[RemoteAgentLoop] = []
+    system = system or actors.default_system()
+    stem = system.free_stem("agent_loop")  # several tasks may have loops of their own
     try:
         for number in range(resources.num_workers):
-            host = (system or actors.default_system()).spawn(
+            host = system.spawn(
                 LoopHost,
                 located,
                 judger is not None,
-                name=f"agent_loop/{number}",
+                name=f"{stem}/{number}",
                 num_cpus=resources.num_cpus_per_worker,
                 memory_bytes=resources.cpu_memory_per_worker,
                 max_concurrency=_MAX_CONCURRENCY,

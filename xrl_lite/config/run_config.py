@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -128,16 +129,7 @@ class RunConfig(Settings):
                 f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
             )
         self._check_sampling()
-        longest = self.task.agent_loop_config.sample_params.max_tokens + (
-            self.task.sampler_config.max_prompt_tokens or 1
-        )
-        if longest > self.engine.max_tokens_per_micro_batch:
-            raise ValueError(
-                f"a prompt and its response may have {longest} tokens together, more than "
-                f"engine.max_tokens_per_micro_batch ({self.engine.max_tokens_per_micro_batch}), so they could not be "
-                f"trained on. Raise it, or lower task.agent_loop_config.sample_params.max_tokens or "
-                f"task.sampler_config.max_prompt_tokens."
-            )
+        self._check_lengths()
         if self.rollout.dtype != self.engine.dtype:
             raise ValueError(
                 f"rollout.dtype ({self.rollout.dtype}) must be engine.dtype ({self.engine.dtype}): the weights are "
@@ -148,20 +140,40 @@ class RunConfig(Settings):
         EngineRegistry.check(self.engine.backend)
         return self
 
+    def _named_tasks(self) -> Iterator[tuple[str, TaskSpecConfig]]:
+        """Yield every task with its place in the settings."""
+        yield "task", self.task
+        for number, task in enumerate(self.agent_loop_manager.tasks):
+            yield f"agent_loop_manager.tasks[{number}]", task
+
+    def _check_lengths(self) -> None:
+        limit = self.engine.max_tokens_per_micro_batch
+        for place, task in self._named_tasks():
+            longest = task.agent_loop_config.sample_params.max_tokens + (task.sampler_config.max_prompt_tokens or 1)
+            if longest > limit:
+                raise ValueError(
+                    f"a prompt and its response may have {longest} tokens together, more than "
+                    f"engine.max_tokens_per_micro_batch ({limit}), so they could not be trained on. Raise it, or "
+                    f"lower {place}.agent_loop_config.sample_params.max_tokens or "
+                    f"{place}.sampler_config.max_prompt_tokens."
+                )
+
     def _check_advantage(self) -> None:
-        algorithm, group_size = self.algorithm, self.task.sampler_config.prompt_repeat_k
+        algorithm = self.algorithm
         needed = advantage_estimator(algorithm.advantage).min_group_size
-        if group_size < needed:
-            raise ValueError(
-                f"algorithm.advantage={algorithm.advantage!r} compares an attempt with its siblings, so every "
-                f"advantage would be 0 with task.sampler_config.prompt_repeat_k={group_size}. "
-                f"Set it to {needed} or more."
-            )
-        if algorithm.advantage == "passk" and algorithm.passk_k >= group_size:
-            raise ValueError(
-                f"algorithm.passk_k ({algorithm.passk_k}) must be below task.sampler_config.prompt_repeat_k "
-                f"({group_size}): of all attempts together one is right or none, so every advantage would be 0."
-            )
+        for place, task in self._named_tasks():
+            group_size = task.sampler_config.prompt_repeat_k
+            if group_size < needed:
+                raise ValueError(
+                    f"algorithm.advantage={algorithm.advantage!r} compares an attempt with its siblings, so every "
+                    f"advantage would be 0 with {place}.sampler_config.prompt_repeat_k={group_size}. "
+                    f"Set it to {needed} or more."
+                )
+            if algorithm.advantage == "passk" and algorithm.passk_k >= group_size:
+                raise ValueError(
+                    f"algorithm.passk_k ({algorithm.passk_k}) must be below {place}.sampler_config.prompt_repeat_k "
+                    f"({group_size}): of all attempts together one is right or none, so every advantage would be 0."
+                )
         missing = algorithm.requirements() - self._produced()
         if missing:
             raise ValueError(
@@ -181,12 +193,13 @@ class RunConfig(Settings):
         return produced
 
     def _check_sampling(self) -> None:
-        params = self.task.agent_loop_config.sample_params
-        if params.temperature == 0 or params.sampling_seed is not None:
-            raise ValueError(
-                "task.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at a prompt "
-                "are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
-            )
+        for place, task in self._named_tasks():
+            params = task.agent_loop_config.sample_params
+            if params.temperature == 0 or params.sampling_seed is not None:
+                raise ValueError(
+                    f"{place}.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at "
+                    f"a prompt are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
+                )
 
     def _check_producing(self) -> None:
         names = [task.task_name for task in self.tasks]

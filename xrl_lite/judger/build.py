@@ -121,7 +121,7 @@ def _build_remote(
 def _spawn(config: JudgerConfig, resources: CPUResourcesConfig, system: ActorSystem) -> list[RayJudgerProxy]:
     concurrency = config.concurrency_per_worker
     handles: list[ActorHandle] = []
-    stem = _free_stem(f"judger/{config.judger_name}", system)
+    stem = system.free_stem(f"judger/{config.judger_name}")
     try:
         for index in range(resources.num_workers):
             handle = system.spawn(
@@ -146,18 +146,6 @@ def _spawn(config: JudgerConfig, resources: CPUResourcesConfig, system: ActorSys
             ) from error
         raise
     return cast("list[RayJudgerProxy]", handles)  # their methods are found at run time
-
-
-def _free_stem(stem: str, system: ActorSystem) -> str:
-    """Return a name that no living worker has: training and evaluation may use judgers of the same name."""
-    number = 1
-    while True:
-        name = stem if number == 1 else f"{stem}#{number}"
-        try:
-            system.get(f"{name}/0")
-        except KeyError:
-            return name
-        number += 1
 
 
 class _Release:

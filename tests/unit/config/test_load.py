@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -111,6 +112,27 @@ def test_several_tasks_are_read_and_their_judgers_checked(tmp_path: Path) -> Non
     other = task | {"judger_config": task["judger_config"] | {"request_timeout": 3}}
     with pytest.raises(ConfigError, match="Two judgers with different settings have the name 'by_length'"):
         check_data(load_config(write(tmp_path, agent_loop_manager={"tasks": [other]})))
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"sampler_config": {"prompt_repeat_k": 1}}, "agent_loop_manager.tasks[0].sampler_config.prompt_repeat_k=1"),
+        (
+            {"agent_loop_config": {"sample_params": {"temperature": 0}}},
+            "agent_loop_manager.tasks[0].agent_loop_config.sample_params",
+        ),
+        (
+            {"agent_loop_config": {"sample_params": {"max_tokens": 100_000}}},
+            "agent_loop_manager.tasks[0].agent_loop_config.sample_params.max_tokens",
+        ),
+    ],
+)
+def test_further_tasks_are_checked_like_the_first(tmp_path: Path, changes: dict[str, Any], place: str) -> None:
+    task = run_settings(tmp_path, Path("model"))["task"] | {"task_name": "more"}
+    for part, settings in changes.items():
+        task[part] = task[part] | settings
+    assert place in refusal(write(tmp_path, agent_loop_manager={"tasks": [task]}))
 
 
 def test_user_code_for_producing_is_loaded_before_anything_starts(tmp_path: Path) -> None:
