@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import importlib.util
 import json
 import multiprocessing
@@ -444,7 +445,10 @@ def gates(table: dict[str, Numbers]) -> list[Gate]:
 def _alive() -> int:
     """Processes below this one, and descriptors of this one but for the blocks of memory that it will use again."""
     descriptors = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
-    children = [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
+    children: list[str] = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # a thread that ends in this moment
+            children += (task / "children").read_text().split()
     return len(children) + sum("memfd:xrl-lite" not in descriptor for descriptor in descriptors)
 
 

@@ -103,6 +103,7 @@ def never_stopped(tmp_path_factory: pytest.TempPathFactory, tiny_model_folder: P
     return trained_steps(folder)
 
 
+@pytest.mark.slow
 def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
     tmp_path: Path, tiny_model_folder: Path, never_stopped: list[dict[str, object]]
 ) -> None:
@@ -147,6 +148,7 @@ def wait_until_judging(process: subprocess.Popen[str]) -> None:
     assert len(children_of(process.pid)) >= 5
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_and_ends_as_if_never_stopped(
     tmp_path: Path, tiny_model_folder: Path, never_stopped: list[dict[str, object]]
 ) -> None:
@@ -163,16 +165,27 @@ def test_a_killed_run_leaves_nothing_and_ends_as_if_never_stopped(
     assert trained_steps(tmp_path) == never_stopped
 
 
-@pytest.mark.parametrize("victim", ["rollout/0", "engine/0"])
-def test_a_killed_actor_ends_the_run_with_its_name(victim: str, tmp_path: Path, tiny_model_folder: Path) -> None:
+def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path, tiny_model_folder: Path) -> None:
     config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 1000, "evaluation": {}})
     with running(config) as process:
         wait_for_line(process, "step    1/")
-        os.kill(pid_of(process, victim), signal.SIGKILL)
+        os.kill(pid_of(process, "engine/0"), signal.SIGKILL)
         output = process.communicate(timeout=60)[0]
     assert process.returncode == 1
-    assert victim in output
+    assert "engine/0" in output
     assert "SIGKILL" in output
+
+
+def test_a_killed_replica_is_replaced_and_the_run_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 8, "evaluation": {}})
+    with running(config) as process:
+        wait_for_line(process, "step 1/")
+        os.kill(pid_of(process, "rollout/0"), signal.SIGKILL)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert "step 8/8" in output
 
 
 def pid_of(process: subprocess.Popen[str], actor: str) -> int:

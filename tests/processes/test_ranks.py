@@ -172,6 +172,7 @@ async def test_a_rank_that_is_lost_ends_the_step_of_all(
     with pytest.raises(ActorUnavailableError):
         await controller.export_weights()
     assert all(rank.is_down for rank in controller._ranks)
+    await controller.stop(0.0)
 
 
 async def test_a_rank_that_cannot_be_built_ends_the_others(system: ActorSystem, tiny_model_folder: Path) -> None:
