@@ -209,6 +209,7 @@ class TrainingController:
             error.add_note(f"Raised by rank {culprit} of {len(calls)} in {phase}; the other ranks were ended.")
         if len(calls) > 1 or isinstance(error, ActorError):
             self.kill()
+            await self.stop(0.0)
         raise error
 
 
