@@ -78,6 +78,11 @@ class Child:
         fds = (link.childs_end.detach(), os.dup(self.page.fd), os.dup(log_fd))
         server.fork(Birth(request, fds, self._forked, self._exited))
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was killed."""
+        return bool(self._kill_reason)
+
     def kill(self, reason: str, *, deliberate: bool = False) -> None:
         """End the process at once, because of `reason`; the first one counts."""
         if not self._kill_reason:

@@ -69,6 +69,8 @@ class Desk:
         self._running: dict[int, Call] = {}
         self._link: Link | None = None
         """Where calls go; None while no child serves."""
+        self._num_holds = 0
+        """Cancellations of which it is not clear yet whether they end the child: nothing more is sent to it."""
         self._refusal: MakeError | None = None
         self._tells_idle = False
         self._next_check = math.inf
@@ -115,7 +117,7 @@ class Desk:
             if refusal is None:
                 self._submitted += 1
                 link = self._link
-                if link is None or self._queue or not link.free_slots:
+                if link is None or self._queue or self._num_holds or not link.free_slots:
                     self._queue.append(call)
                 else:
                     alone = not self._running
@@ -158,7 +160,7 @@ class Desk:
                     if not call.done():  # counted before it is told: whoever is woken may look at the numbers
                         counts[_ENDING_OF[frame.kind]] += 1
                         call.is_counted = True
-            if self._queue and frames and link is self._link:
+            if self._queue and frames and link is self._link and not self._num_holds:
                 self._pump(link)
             if self._tells_idle:
                 self._look_for_idle()
@@ -174,6 +176,14 @@ class Desk:
             self._hub.post(self._deliver, link, ended)
             raise
         return True
+
+    def hold(self, call: Call) -> bool:
+        """Send nothing more to the child of a call that is being cancelled: it may have to end for that."""
+        with self._lock:
+            if not self.is_running(call):
+                return False
+            self._num_holds += 1
+            return True
 
     def flush(self, link: Link) -> None:
         """Send what is queued on the link."""
@@ -192,6 +202,7 @@ class Desk:
         """Let calls go to this child."""
         with self._lock:
             self._link = link
+            self._num_holds = 0
             self._pump(link)
 
     def send(self, link: Link, kind: Kind) -> None:
@@ -240,6 +251,13 @@ class Desk:
         if not call.set_exception(error):
             with self._lock:
                 self._counts["timeout"] -= 1
+
+    def release(self) -> None:
+        """The child goes on, so calls may be sent to it again."""
+        with self._lock:
+            self._num_holds = max(0, self._num_holds - 1)
+            if self._link is not None and not self._num_holds:
+                self._pump(self._link)
 
     def was_cancelled(self) -> None:
         """Note that a caller cancelled a call."""

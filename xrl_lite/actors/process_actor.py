@@ -146,7 +146,7 @@ class ProcessActor:
         return self._state is State.DOWN or self._stopping
 
     def cancel(self, call: Call) -> None:
-        self._hub.post(self._cancel, call)
+        self._hub.post(self._cancel, call, self._desk.hold(call))
 
     def ready(self) -> CallFuture[None]:
         future: CallFuture[None] = CallFuture(f"ready() of actor {self._spec.name!r}")
@@ -404,10 +404,13 @@ class ProcessActor:
         self._desk.expire(call, timeout_error(self._spec, call, stack))
         self._end_running(child, call, f"{call.method}() ran longer than {call.timeout_s:g} s")
 
-    def _cancel(self, call: Call) -> None:
+    def _cancel(self, call: Call, holds: bool) -> None:
         self._desk.was_cancelled()
-        if (child := self._child) is not None:
+        child = self._child
+        if child is not None:
             self._end_running(child, call, f"{call.method}() was cancelled")
+        if holds and (child is None or not child.is_ending):
+            self._desk.release()
 
     def _end_running(self, child: Child, call: Call, why: str) -> None:
         """End a call whose future has ended, if it is with the child."""
