@@ -168,3 +168,10 @@ def died_error(spec: ActorSpec, how: str, *, running: str = "", log: str = "", t
 def unavailable_error(spec: ActorSpec, why: str) -> ActorUnavailableError:
     """The error of a call that no process will serve."""
     return ActorUnavailableError(f"Actor {spec.name!r} is not available: {why}.")
+
+
+def restarts_used_up_error(spec: ActorSpec, how: str) -> ActorUnavailableError:
+    """The error of a call to an actor whose process died once too often."""
+    policy = spec.restart
+    allowed = f"{policy.max_restarts} in {policy.window_s:g} s" if policy.max_restarts else "none"
+    return unavailable_error(spec, f"{how}, and its restarts ({allowed}) are used up")

@@ -14,8 +14,6 @@ from xrl_lite.actors.payload import Packed, unpack
 
 T = TypeVar("T")
 
-_PENDING = object()
-
 _unpack_lock = threading.RLock()
 
 
@@ -51,7 +49,7 @@ class CallFuture(Generic[T]):
         self._unended = [True]
         self._done = False
         self._cancelled = False
-        self._value: Any = _PENDING
+        self._value: Any = None
         self._packed: Packed | None = None
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[CallFuture[T]], object]] = []

@@ -32,6 +32,7 @@ from xrl_lite.actors.actor import (
     CallCounts,
     DeathCallback,
     died_error,
+    restarts_used_up_error,
     timeout_error,
     unavailable_error,
 )
@@ -517,9 +518,7 @@ class InlineActor:
             self._end(call, "died", call.set_exception(type(error)(*error.args)))
 
     def _last_word(self, how: str) -> Callable[[], BaseException]:
-        policy = self._spec.restart
-        allowed = f"{policy.max_restarts} in {policy.window_s:g} s" if policy.max_restarts else "none"
-        return lambda: unavailable_error(self._spec, f"{how}, and its restarts ({allowed}) are used up")
+        return lambda: restarts_used_up_error(self._spec, how)
 
     def _check_idle(self) -> None:
         if self._stopping and not self.pending:

@@ -26,7 +26,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from xrl_lite.actors.actor import ActorSpec, Call, DeathCallback, died_error, timeout_error, unavailable_error
+from xrl_lite.actors.actor import (
+    ActorSpec,
+    Call,
+    DeathCallback,
+    died_error,
+    restarts_used_up_error,
+    timeout_error,
+    unavailable_error,
+)
 from xrl_lite.actors.child import Child, Death
 from xrl_lite.actors.desk import CONSTRUCTOR, Desk
 from xrl_lite.actors.door import Door, reduce_through
@@ -325,9 +333,7 @@ class ProcessActor:
     def _last_word(self, death: Death, error: ActorDiedError) -> Callable[[], BaseException]:
         if not self._constructed_once:
             return lambda: type(error)(*error.args)
-        policy = self._spec.restart
-        allowed = f"{policy.max_restarts} in {policy.window_s:g} s" if policy.max_restarts else "none"
-        return lambda: unavailable_error(self._spec, f"{death}, and its restarts ({allowed}) are used up")
+        return lambda: restarts_used_up_error(self._spec, str(death))
 
     def _tell_of_death(self, error: ActorDiedError) -> None:
         for callback in self._death_callbacks:

@@ -38,6 +38,7 @@ from xrl_lite.actors.actor import (
     CallCounts,
     DeathCallback,
     died_error,
+    restarts_used_up_error,
     timeout_error,
     unavailable_error,
 )
@@ -449,9 +450,7 @@ class RayActor:
         self._start_timer = self._hub.loop.call_later(pause_s, self._start_shell, name_free_by)
 
     def _last_word(self, how: str) -> Callable[[], BaseException]:
-        policy = self._spec.restart
-        allowed = f"{policy.max_restarts} in {policy.window_s:g} s" if policy.max_restarts else "none"
-        return lambda: unavailable_error(self._spec, f"{how}, and its restarts ({allowed}) are used up")
+        return lambda: restarts_used_up_error(self._spec, how)
 
     def _died_error(self, how: str, methods: Sequence[str]) -> ActorDiedError:
         running = f" while it ran {', '.join(f'{method}()' for method in dict.fromkeys(methods))}" if methods else ""

@@ -8,16 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from xrl_lite.data import RolloutState, SampleParams, Status
-from xrl_lite.errors import ConfigError, RolloutError, did_you_mean
+from xrl_lite.data.sampling_params import merge_sampling_params
+from xrl_lite.errors import ConfigError, RolloutError
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.rollout.replica import GenerateResult
 
+_LISTS = {"stop", "stops", "stop_token_ids"}
+
 STOP_REASONS = {Status.COMPLETED: "completed", Status.ABORTED: "aborted"}
-
-ALIASES = {"max_new_tokens": "max_tokens", "stop": "stops", "seed": "sampling_seed"}
-"""Names that verl and vLLM use -> ours."""
-
-_WITHOUT_EFFECT = {"logprobs", "detokenize", "output_kind", "skip_special_tokens", "include_stop_str_in_output"}
 
 
 @dataclass(kw_only=True)
@@ -133,23 +131,10 @@ def read_sampling_params(params: Mapping[str, Any], *, max_tokens: int) -> Sampl
     Raises:
         ConfigError: one is unknown or out of range.
     """
-    fields: dict[str, Any] = {"max_tokens": max_tokens}
-    for name, value in params.items():
-        own = ALIASES.get(name, name)
-        if own not in SampleParams.model_fields:
-            if name in _WITHOUT_EFFECT:
-                continue
-            known = [*SampleParams.model_fields, *ALIASES]
-            raise ConfigError(f"Unknown sampling parameter {name!r}.{did_you_mean(name, known)}")
-        fields[own] = [value] if own == "stops" and isinstance(value, str) else value
-    if fields.get("n", 1) != 1:
-        raise ConfigError(f"sampling parameter n={fields['n']}: one request gives one response. Send {fields['n']}.")
-    fields["stops"] = fields.get("stops") or []
-    fields["stop_token_ids"] = fields.get("stop_token_ids") or []
-    try:
-        return SampleParams(**fields)
-    except ValueError as error:
-        raise ConfigError(f"The sampling parameters {dict(params)!r} cannot be used: {error}") from error
+    if params.get("n", 1) != 1:
+        raise ConfigError(f"sampling parameter n={params['n']}: one request gives one response. Send {params['n']}.")
+    given = {name: [] if value is None and name in _LISTS else value for name, value in params.items()}
+    return merge_sampling_params(SampleParams(), {"max_tokens": max_tokens, **given})
 
 
 def _output(state: RolloutState) -> TokenOutput:
