@@ -26,15 +26,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from xrl_lite.actors.actor import Actor, ActorSpec, Call, DeathCallback, unavailable_error
+from xrl_lite.actors.actor import Actor, ActorSpec, Call, unavailable_error
+from xrl_lite.actors.borrowed import BorrowedActor
 from xrl_lite.actors.failure import describe, pack_failure, unpack_failure
 from xrl_lite.actors.future import CallFuture, WakeTogether
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.payload import Packed, came_along, pack, send_along
-from xrl_lite.actors.restart import NEVER
 from xrl_lite.actors.segments import Segment
 from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
-from xrl_lite.errors import ActorError
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -156,26 +155,14 @@ class _Visitor:
         self._hub.loop.remove_writer(self._sock)
 
 
-class RemoteActor:
+class RemoteActor(BorrowedActor):
     """An actor of another process's system, as seen by whoever got its handle. Calls it; does not own it."""
 
     def __init__(self, name: str, max_pending: int, door: Segment) -> None:
-        self._spec = _spec_of(name, max_pending)
+        super().__init__(name, max_pending)
         self._door = door
         self._lock = threading.Lock()
         self._connection: _Connection | None = None
-
-    @property
-    def spec(self) -> ActorSpec:
-        return self._spec
-
-    @property
-    def pid(self) -> int | None:
-        return None
-
-    @property
-    def restarts(self) -> int:
-        return 0
 
     @property
     def pending(self) -> int:
@@ -201,29 +188,11 @@ class RemoteActor:
         if self._connection is not None:
             self._connection.cancel(call)
 
-    def ready(self) -> CallFuture[None]:
-        """End at once: every call tells what the constructor raised."""
-        future: CallFuture[None] = CallFuture("ready()")
-        future.set_result(None)
-        return future
-
-    def stop(self, grace_s: float) -> CallFuture[None]:
-        raise self._not_ours("stop")
-
-    def kill(self) -> None:
-        raise self._not_ours("kill")
-
-    def on_death(self, callback: DeathCallback) -> None:
-        raise self._not_ours("watch")
-
     def statistics(self) -> dict[str, Any]:
         return {"name": self._spec.name, "pending": self.pending}
 
     def reduce(self) -> tuple[Any, ...]:
         return reduce_through(self._door, self._spec)
-
-    def _not_ours(self, verb: str) -> ActorError:
-        return ActorError(f"Only the process that spawned actor {self._spec.name!r} can {verb} it.")
 
 
 class _Connection:
@@ -308,25 +277,3 @@ def reduce_through(door: Segment, spec: ActorSpec) -> tuple[Any, ...]:
 def remote_actor(name: str, max_pending: int, place: int) -> RemoteActor:
     """Build the actor of a handle that arrived."""
     return RemoteActor(name, max_pending, came_along(place))
-
-
-def _unknown_class() -> None:
-    """Stands for the class of an actor that lives elsewhere: its methods are not known here."""
-
-
-def _spec_of(name: str, max_pending: int) -> ActorSpec:
-    return ActorSpec(
-        name=name,
-        cls=_unknown_class,
-        construction=EMPTY,
-        num_cpus=0,
-        memory_bytes=None,
-        num_threads=1,
-        max_concurrency=1,
-        max_pending=max_pending,
-        restart=NEVER,
-        on_cancel="kill",
-        env={},
-        preload=(),
-        start_timeout_s=0,
-    )

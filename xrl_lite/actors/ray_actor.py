@@ -42,13 +42,13 @@ from xrl_lite.actors.actor import (
     timeout_error,
     unavailable_error,
 )
+from xrl_lite.actors.borrowed import BorrowedActor
 from xrl_lite.actors.failure import unpack_failure
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.ledger import Claim, Resources
 from xrl_lite.actors.logs import ActorLog
 from xrl_lite.actors.machine import MILLI, milli_cpus
-from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.ray_shell import (
     AsyncShell,
     Constructed,
@@ -59,7 +59,7 @@ from xrl_lite.actors.ray_shell import (
     async_methods,
     host_name,
 )
-from xrl_lite.actors.restart import NEVER, RestartBudget
+from xrl_lite.actors.restart import RestartBudget
 from xrl_lite.actors.zygote import THREAD_VARIABLES
 from xrl_lite.errors import ActorDiedError, ResourceError
 from xrl_lite.log import get_logger
@@ -618,7 +618,7 @@ class RayActor:
         self._on_down()
 
 
-class Visitor:
+class Visitor(BorrowedActor):
     """An actor as seen from inside another one, which got its handle. Calls its shell; does not own it.
 
     A time limit counts from when the call is sent.
@@ -628,36 +628,10 @@ class Visitor:
         self._ray = load_ray()
         self._namespace = namespace
         self._max_pending = max_pending
-        self._spec = ActorSpec(
-            name=name,
-            cls=_unknown_class,
-            construction=Packed(b""),
-            num_cpus=0,
-            memory_bytes=None,
-            num_threads=1,
-            max_concurrency=1,
-            max_pending=max_pending,
-            restart=NEVER,
-            on_cancel="kill",
-            env={},
-            preload=(),
-            start_timeout_s=0,
-        )
+        super().__init__(name, max_pending)
         self._shell: Any = None
         self._sent: set[Call] = set()
         self._is_down = False
-
-    @property
-    def spec(self) -> ActorSpec:
-        return self._spec
-
-    @property
-    def pid(self) -> int | None:
-        return None
-
-    @property
-    def restarts(self) -> int:
-        return 0
 
     @property
     def pending(self) -> int:
@@ -679,20 +653,6 @@ class Visitor:
     def cancel(self, call: Call) -> None:
         if self._shell is not None and call in self._sent:
             self._end_running(self._shell, call)
-
-    def ready(self) -> CallFuture[None]:
-        future: CallFuture[None] = CallFuture(f"ready() of actor {self._spec.name!r}")
-        future.set_result(None)
-        return future
-
-    def stop(self, grace_s: float) -> CallFuture[None]:
-        raise self._not_owned("stop")
-
-    def kill(self) -> None:
-        raise self._not_owned("kill")
-
-    def on_death(self, callback: DeathCallback) -> None:
-        raise self._not_owned("watch")
 
     def statistics(self) -> dict[str, Any]:
         return {"name": self._spec.name, "state": "elsewhere", "pending": self.pending}
@@ -755,9 +715,6 @@ class Visitor:
         else:
             settle(call, answer, self._spec.name)
 
-    def _not_owned(self, what: str) -> RuntimeError:
-        return RuntimeError(f"Only the process that spawned actor {self._spec.name!r} can {what} it.")
-
 
 def _later(delay_s: float, function: Callable[..., None], *args: Any) -> threading.Timer:
     timer = threading.Timer(delay_s, function, args)
@@ -778,10 +735,6 @@ def settle(call: Call, answer: Reply, actor: str) -> tuple[str, bool]:
     if answer.ending == "result":
         return "ok", call.set_packed(answer.parcel.packed)
     return "raised", call.set_exception(unpack_failure(answer.parcel.packed).error(actor, call.method))
-
-
-def _unknown_class() -> None:
-    """Stands for the class of an actor that lives elsewhere: its methods are not known here."""
 
 
 def _exit(reply: Reply) -> str:
