@@ -125,3 +125,14 @@ def run_config(folder: Path, model: Path, **changes: Any) -> RunConfig:
 def without_times(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     changing = ("time/", "actor/", "loop_lag")
     return [{name: value for name, value in record.items() if not name.startswith(changing)} for record in records]
+
+
+class ByText:
+    """A judger that scores 1.0 for "A", else 0.0."""
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        rollout_state.reward = {"score": float(rollout_state.response == "A")}
+        return rollout_state
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        return [await self.judge(state) for state in rollout_states]

@@ -9,7 +9,7 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 
-from tests.build import make_state
+from tests.build import ByText, make_state
 from xrl_lite.actors import ActorSystem
 from xrl_lite.agent_loop import (
     AgentLoop,
@@ -524,17 +524,6 @@ def test_thresholds(staleness: int, interval: int, threshold: int) -> None:
 async def system(request: pytest.FixtureRequest) -> AsyncIterator[ActorSystem]:
     async with ActorSystem(num_cpus=4, backend=request.param) as running:
         yield running
-
-
-class ByText:
-    """Scores 1.0 for "A", else 0.0."""
-
-    async def judge(self, rollout_state: RolloutState) -> RolloutState:
-        rollout_state.reward = {"score": float(rollout_state.response == "A")}
-        return rollout_state
-
-    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
-        return [await self.judge(state) for state in rollout_states]
 
 
 async def test_a_batch_is_generated_by_an_engine_and_judged(system: ActorSystem) -> None:

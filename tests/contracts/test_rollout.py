@@ -11,7 +11,7 @@ import anyio
 import pytest
 import torch
 
-from tests.build import make_state
+from tests.build import ByText, make_state
 from xrl_lite.actors import ActorSystem
 from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, Producer, ProducerTask, SingleTurnAgentLoopConfig
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
@@ -89,17 +89,6 @@ def loads(controller: RolloutController) -> list[int]:
 def fresh(**fields: Any) -> RolloutState:
     defaults = {"status": Status.INIT, "reward": None, "response": None, "response_ids": None, "logprobs": None}
     return make_state(**(defaults | fields))
-
-
-class ByText:
-    """Scores 1.0 for "A", else 0.0."""
-
-    async def judge(self, rollout_state: RolloutState) -> RolloutState:
-        rollout_state.reward = {"score": float(rollout_state.response == "A")}
-        return rollout_state
-
-    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
-        return [await self.judge(state) for state in rollout_states]
 
 
 async def test_a_response_fills_the_state(system: ActorSystem) -> None:
