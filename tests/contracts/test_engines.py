@@ -334,7 +334,7 @@ async def test_a_replica_that_is_killed_is_replaced_with_the_present_weights_and
         os.kill(link.replica.pid, signal.SIGKILL)
     for state in await engine.run(*(state for state in states if state.status is not Status.COMPLETED)):
         assert state.status is Status.COMPLETED, state.error_msg
-    assert link.num_replaced >= 1  # more where a busy machine keeps its successor from answering in time
+    assert link.num_replaced == 1
     if engine.name in ("torch", "vllm", "bigram") and engine.sync.policy_version > 0:
         assert (await link.health()).policy_version == engine.sync.policy_version
         (state,) = await engine.run(fresh(9))

@@ -15,6 +15,7 @@ import pytest
 
 from tests.contracts.test_handle_bodies import Concurrent, Stateful
 from xrl_lite.actors import ActorHandle, ActorSystem, RestartPolicy
+from xrl_lite.errors import ActorDiedError
 
 LIMIT_S = 30.0
 
@@ -217,6 +218,15 @@ def test_a_finalizer_may_call_the_actor_while_the_collector_runs_in_the_midst_of
         gc.set_threshold(*threshold)
     gc.collect()
     assert stateful.add.remote(0).result(LIMIT_S) == 300
+
+
+async def test_the_name_of_a_dead_actor_is_free_as_soon_as_it_is_stopped(system: ActorSystem) -> None:
+    for _ in range(75):
+        handle = system.spawn(Stateful, name="phoenix")
+        with pytest.raises(ActorDiedError):
+            await handle.exit.remote(3)
+        await handle.stop(0.0)
+    await system.spawn(Stateful, name="phoenix").stop(0.0)
 
 
 async def test_submit_waits_for_room_in_the_order_of_asking(system: ActorSystem) -> None:

@@ -501,12 +501,12 @@ class ProcessActor:
         """The child is gone and there will be no other."""
         if self._gone.is_set():
             return
-        self._gone.set()
         if self._door is not None:
             self._door.close()
         if self._log is not None:
             self._log.close()
         self._on_down()
+        self._gone.set()  # last: whoever sees it, from whatever thread, may use the name again
 
     # ---------------------------------------------------------------- watching
 

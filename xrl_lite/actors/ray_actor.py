@@ -612,10 +612,10 @@ class RayActor:
         """Look whether the processes are gone, as far as one can see, and there will be no other."""
         if self._final_error is None or self._pidfds or self._gone.is_set():
             return
-        self._gone.set()
         if self._log is not None:
             self._log.close()
         self._on_down()
+        self._gone.set()  # last: whoever sees it, from whatever thread, may use the name again
 
 
 class Visitor(BorrowedActor):
