@@ -125,7 +125,7 @@ class Desk:
                     loop = call.home
                     if loop is not link.poller:
                         link.poll_from(loop if loop is not None and alone else self._hub.loop)
-                    if alone or loop is None:
+                    if alone or loop is None or link.is_due:
                         link.flush()
                     elif not link.flush_due:
                         link.flush_soon(loop, self.flush)

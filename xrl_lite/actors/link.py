@@ -19,6 +19,8 @@ from xrl_lite.actors.slots import SlotPage
 from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
 
 _SOCKET_BYTES = 1 << 20
+_FLUSH_AT = 32
+"""Frames that leave together while one turn of a loop sends many: the child works on them meanwhile."""
 
 
 class Link:
@@ -45,6 +47,7 @@ class Link:
         self._reader = FrameReader(self._sock)
         self._writer = FrameWriter(self._sock)
         self.flush_due = False
+        self._is_full = False
         self.poller: asyncio.AbstractEventLoop = hub.loop
         self._registered: set[asyncio.AbstractEventLoop] = set()
         self._register(hub.loop)
@@ -55,6 +58,11 @@ class Link:
         self.page.clear(slot)
         self._writer.put(kind, call_id, slot, packed)
         return slot
+
+    @property
+    def is_due(self) -> bool:
+        """Whether so much is queued that it should not wait for more."""
+        return self._writer.num_queued >= _FLUSH_AT and not self._is_full
 
     def tell(self, kind: Kind, call_id: int = 0, slot: int = 0) -> None:
         """Send a frame that carries nothing."""
@@ -80,13 +88,13 @@ class Link:
 
     def flush(self) -> None:
         """Send what is queued."""
-        self.flush_due = False
+        self.flush_due = self._is_full = False
         if not self.open:
             return
         try:
             self._writer.flush()
         except BlockingIOError:
-            self.flush_due = True
+            self.flush_due = self._is_full = True
             self._hub.post(self._flush_when_writable)
         except OSError:  # the child is gone, which is told elsewhere
             self._writer.clear()

@@ -137,20 +137,20 @@ def pack(value: object, *, name: str, names: NameParts | None = None, code: bool
     Raises:
         PayloadError: something in it cannot be pickled; the message says where.
     """
-    collected: list[Segment] = []
     travelling = _this_thread.travelling
-    outer, travelling.collected = travelling.collected, collected
+    outer = travelling.collected
+    if outer is None and not code and not _reducers and "torch" not in sys.modules:
+        # most payloads hold neither tensors nor large buffers nor code, and take no longer than pickle itself
+        found: list[pickle.PickleBuffer] = []
+        try:
+            data = pickle.dumps(value, _PROTOCOL, buffer_callback=found.append)
+        except _UNPICKLABLE:
+            pass
+        else:
+            if not found and len(data) <= THRESHOLD_BYTES and not _needs_code(data):
+                return Packed(data)
+    travelling.collected = collected = []
     try:
-        if not code and not _reducers and "torch" not in sys.modules:
-            # most payloads hold neither tensors nor large buffers nor code, and take no longer than pickle itself
-            found: list[pickle.PickleBuffer] = []
-            try:
-                data = pickle.dumps(value, _PROTOCOL, buffer_callback=found.append)
-                if not found and not collected and len(data) <= THRESHOLD_BYTES and not _needs_code(data):
-                    return Packed(data)
-            except _UNPICKLABLE:
-                pass
-            collected.clear()
         return _pack_carefully(value, collected, code=code, once=once)
     except _UNPICKLABLE as error:
         _refuse(error, names() if names is not None else {name: value})

@@ -24,6 +24,7 @@ _OWN_SEGMENT = 0x80
 _BUFFER_BYTES = 256 * 1024
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 250)
 _SEND_BYTES = 256 * 1024
+_MAX_PARTS = 1024  # what the kernel takes in one call
 
 
 class Kind(IntEnum):
@@ -133,6 +134,7 @@ class FrameWriter:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._out: deque[tuple[bytes, Packed]] = deque()
+        """Header and payload of frames of which nothing has been sent."""
         self._begun: memoryview | None = None
         """What is left of bytes that were sent in part; their descriptors went with the first one."""
 
@@ -141,12 +143,17 @@ class FrameWriter:
         """Whether something is left to send."""
         return bool(self._out) or self._begun is not None
 
+    @property
+    def num_queued(self) -> int:
+        """How many frames wait."""
+        return len(self._out)
+
     def put(self, kind: Kind, call_id: int, slot: int, packed: Packed) -> None:
         """Queue a frame. Its segments stay open until it has left."""
         body, flags = packed.body, 0
         if packed.segments:
             flags = len(packed.segments) | _OWN_SEGMENT if packed.own_segment else len(packed.segments)
-        self._out.append((_HEADER.pack(len(body), call_id, slot, kind, flags) + body, packed))
+        self._out.append((_HEADER.pack(len(body), call_id, slot, kind, flags), packed))
 
     def flush(self, flags: int = socket.MSG_DONTWAIT) -> None:
         """Send what the socket takes.
@@ -167,11 +174,12 @@ class FrameWriter:
 
     def send(self, kind: Kind, call_id: int, slot: int, packed: Packed) -> None:
         """Send one frame, waiting for room."""
-        if packed.segments or self.pending:
+        if packed.segments or self._out or self._begun is not None:
             self.put(kind, call_id, slot, packed)
             self.flush(0)
         else:
-            self._sock.sendall(_HEADER.pack(len(packed.body), call_id, slot, kind, 0) + packed.body)
+            body = packed.body
+            self._sock.sendall(_HEADER.pack(len(body), call_id, slot, kind, 0) + body)
 
     def clear(self) -> None:
         """Forget what has not been sent."""
@@ -179,29 +187,28 @@ class FrameWriter:
         self._begun = None
 
     def _send_with_descriptors(self, flags: int) -> None:
-        data, packed = self._out[0]
+        header, packed = self._out[0]
         fds = array.array("i", [segment.fd for segment in packed.segments])
-        sent = self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], flags)
+        parts = [header, packed.body]
+        sent = self._sock.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], flags)
         self._out.popleft()
-        if sent < len(data):
-            self._begun = memoryview(data)[sent:]
+        self._keep_rest(parts, sent)
 
     def _send_joined(self, flags: int) -> None:
         """Send the frames at the front together, as far as they carry no descriptors."""
         out = self._out
-        if len(out) == 1:
-            data, count = out[0][0], 1
-        else:
-            parts: list[bytes] = []
-            size = 0
-            for part, packed in out:
-                if packed.segments or size > _SEND_BYTES:
-                    break
-                parts.append(part)
-                size += len(part)
-            data, count = b"".join(parts), len(parts)
-        sent = self._sock.send(data, flags)
-        for _ in range(count):
+        parts: list[bytes] = []
+        size = 0
+        for header, packed in out:
+            if packed.segments or size > _SEND_BYTES or len(parts) >= _MAX_PARTS:
+                break
+            parts += (header, packed.body)
+            size += len(packed.body)
+        sent = self._sock.sendmsg(parts, (), flags)
+        for _ in range(len(parts) // 2):
             out.popleft()
-        if sent < len(data):
-            self._begun = memoryview(data)[sent:]
+        self._keep_rest(parts, sent)
+
+    def _keep_rest(self, parts: list[bytes], sent: int) -> None:
+        if sent < sum(map(len, parts)):
+            self._begun = memoryview(b"".join(parts))[sent:]

@@ -39,6 +39,9 @@ HEARTBEAT_S = 0.5
 
 Outcome = tuple[Kind, Packed]
 
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict})
+"""What most methods return, and nobody can await."""
+
 
 class CallInterrupted(BaseException):
     """Raised in the main thread while a call runs that is to be cancelled. No Exception, so user code lets it pass."""
@@ -164,7 +167,7 @@ class _SyncRunner:
             try:
                 name, args, kwargs = unpack(frame.packed) if work is None else (work.name, work.args, work.kwargs)
                 result = getattr(self.target, name)(*args, **kwargs)
-                if (hasattr(result, "__await__") or inspect.isgenerator(result)) and inspect.isawaitable(result):
+                if type(result) not in _PLAIN and inspect.isawaitable(result):
                     result = self.await_result(result)
             finally:
                 self._running = None
