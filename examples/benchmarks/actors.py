@@ -21,6 +21,7 @@ import platform
 import signal
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -186,6 +187,104 @@ async def pong(fd: int) -> None:
     await protocol.closed
 
 
+def least_python(effort: Effort, *, uvloop: bool) -> Numbers:
+    """The least that an actor in Python does: pickle a call, run the method, one future a call, written once a turn.
+
+    It knows no limits, no cancellation, no deaths, no descriptors, no other thread. What it takes more than the bare
+    socket is the price of Python, and no layer with a contract can be faster.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, str(Path(__file__).resolve()), "--least", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as child, theirs:
+        theirs.close()
+        with asyncio.Runner(loop_factory=_loop_factory(uvloop)) as runner:
+            numbers = runner.run(_least_python(ours, effort))
+        child.wait(10)
+    return numbers
+
+
+async def _least_python(sock: socket.socket, effort: Effort) -> Numbers:
+    caller = _LeastCaller()
+    transport, _ = await asyncio.get_running_loop().create_connection(lambda: caller, sock=sock)
+    small = PAYLOADS["1 KB"]
+    await _time_async(lambda: caller.call("noop", small), 100)
+    times = await _time_async(lambda: caller.call("noop", small), effort.num_round_trips)
+    numbers = {P50: statistics.median(times) * 1e6}
+    for size, payload in PAYLOADS.items():
+        numbers[rate(size)] = await _calls_per_second(
+            lambda value: caller.call("noop", value), payload, effort.num_waves
+        )
+    transport.close()
+    return numbers
+
+
+_LEAST_HEADER = struct.Struct("<II")  # length of what follows, number of the call
+
+
+def _cut_frames(data: bytes | bytearray) -> tuple[list[tuple[int, bytes]], int]:
+    """Return number and body of each complete frame, and where the next one begins."""
+    frames: list[tuple[int, bytes]] = []
+    at = 0
+    while len(data) - at >= _LEAST_HEADER.size:
+        length, number = _LEAST_HEADER.unpack_from(data, at)
+        begin = at + _LEAST_HEADER.size
+        if len(data) - begin < length:
+            break
+        at = begin + length
+        frames.append((number, bytes(data[begin:at])))
+    return frames, at
+
+
+class _LeastCaller(asyncio.Protocol):
+    """Sends calls, and ends their futures with what comes back."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._transport: Any = None
+        self._futures: dict[int, asyncio.Future[Any]] = {}
+        self._sent = 0
+        self._out: list[bytes] = []
+        self._buffer = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def call(self, method: str, value: Any) -> asyncio.Future[Any]:
+        """Send one call with all others of this turn of the loop."""
+        self._sent += 1
+        body = pickle.dumps((method, (value,), {}), 5)
+        future = self._futures[self._sent] = self._loop.create_future()
+        if not self._out:
+            self._loop.call_soon(self._flush)
+        self._out += (_LEAST_HEADER.pack(len(body), self._sent), body)
+        return future
+
+    def _flush(self) -> None:
+        self._transport.writelines(self._out)
+        self._out = []
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        frames, end = _cut_frames(self._buffer)
+        self._buffer = self._buffer[end:]
+        for number, body in frames:
+            self._futures.pop(number).set_result(pickle.loads(body))
+
+
+def serve_least(fd: int) -> None:
+    """Be the other side of `least_python`."""
+    body, buffer = Body(), bytearray()
+    with socket.socket(fileno=fd) as sock:
+        while data := sock.recv(1 << 18):
+            buffer += data
+            frames, end = _cut_frames(buffer)
+            del buffer[:end]
+            for number, message in frames:
+                method, args, kwargs = pickle.loads(message)
+                reply = pickle.dumps(getattr(body, method)(*args, **kwargs), 5)
+                sock.sendall(_LEAST_HEADER.pack(len(reply), number) + reply)
+
+
 def executor(effort: Effort) -> Numbers:
     """The standard library's ProcessPoolExecutor, started by spawn."""
     begin = time.perf_counter()
@@ -300,7 +399,7 @@ async def _ours(effort: Effort) -> Numbers:
         times = await _time_async(lambda: body.noop.remote(small), effort.num_round_trips)
         numbers[P50] = statistics.median(times) * 1e6
         for size, payload in PAYLOADS.items():
-            numbers[rate(size)] = await _calls_per_second(body, payload, effort.num_waves)
+            numbers[rate(size)] = await _calls_per_second(body.noop.remote, payload, effort.num_waves)
         for size, num_bytes in LARGE_BYTES.items():
             data = _large(num_bytes)
             times = await _time_async(lambda data=data: body.echo.remote(data), effort.num_large)
@@ -316,10 +415,10 @@ async def _ours(effort: Effort) -> Numbers:
     return numbers
 
 
-async def _calls_per_second(body: Any, payload: Any, num_waves: int) -> float:
+async def _calls_per_second(call: Callable[[Any], Awaitable[Any]], payload: Any, num_waves: int) -> float:
     async def caller() -> None:
         for _ in range(num_waves):
-            await body.noop.remote(payload)
+            await call(payload)
 
     begin = time.perf_counter()
     await asyncio.gather(*(caller() for _ in range(IN_FLIGHT)))
@@ -404,6 +503,7 @@ def gates(table: dict[str, Numbers]) -> list[Gate]:
     """Return every promise with what was measured. Ours is the best loop that is installed."""
     own = table.get("ours, uvloop") or table.get("ours, asyncio") or {}
     bare = table.get("bare socket, uvloop", {}).get(P50)
+    least = table.get("least in Python, uvloop", {})
     ppe, ray_ = table.get("ProcessPoolExecutor", {}), table.get("ray", {})
 
     def times_faster(number: str, other: Numbers, *, is_rate: bool = False) -> float | None:
@@ -421,6 +521,7 @@ def gates(table: dict[str, Numbers]) -> list[Gate]:
             max(1.4, 1 + 15 / bare) if bare else 1.4,
             at_least=False,
         ),
+        Gate("round trip / the least in Python", own[P50] / least[P50] if least and P50 in own else None, 1.4, False),
         Gate("round trip, times faster than Ray", times_faster(P50, ray_), 10, at_least=True),
         Gate("round trip, times faster than ProcessPoolExecutor", times_faster(P50, ppe), 2.5, at_least=True),
     ]
@@ -494,6 +595,8 @@ def _loop_factory(uvloop: bool) -> Callable[[], asyncio.AbstractEventLoop]:
 CONTENDERS: dict[str, tuple[Callable[[Effort], Numbers], str]] = {
     "bare socket, asyncio": (lambda effort: bare_socket(effort, uvloop=False), "asyncio"),
     "bare socket, uvloop": (lambda effort: bare_socket(effort, uvloop=True), "uvloop"),
+    "least in Python, asyncio": (lambda effort: least_python(effort, uvloop=False), "asyncio"),
+    "least in Python, uvloop": (lambda effort: least_python(effort, uvloop=True), "uvloop"),
     "ours, asyncio": (lambda effort: ours(effort, uvloop=False), "asyncio"),
     "ours, uvloop": (lambda effort: ours(effort, uvloop=True), "uvloop"),
     "ProcessPoolExecutor": (executor, "concurrent"),
@@ -534,11 +637,11 @@ def print_table(table: dict[str, Numbers]) -> None:
     own = table.get("ours, uvloop") or table.get("ours, asyncio") or {}
     names = [name for name in table if name != "import"]
     rows = list(dict.fromkeys(row for numbers in table.values() for row in numbers))
-    print(f"\n{'':42}" + "".join(f"{name:>24}" for name in names))
+    print(f"\n{'':42}" + "".join(f"{name:>26}" for name in names))
     for row in rows:
         cells = [_cell(table[name].get(row), own.get(row)) for name in names]
         if any(cell != "-" for cell in cells):
-            print(f"{row:42}" + "".join(f"{cell:>24}" for cell in cells))
+            print(f"{row:42}" + "".join(f"{cell:>26}" for cell in cells))
 
 
 def _cell(value: float | None, own: float | None) -> str:
@@ -555,11 +658,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one round with few repetitions: does it run at all?")
     parser.add_argument("--only", nargs="*", default=[], help="contenders whose name contains one of these words")
     parser.add_argument("--pong", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--least", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--uvloop", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pong is not None:
         with asyncio.Runner(loop_factory=_loop_factory(options.uvloop)) as runner:
             runner.run(pong(options.pong))
+        return
+    if options.least is not None:
+        serve_least(options.least)
         return
     effort = QUICK if options.quick else FULL
     runs = options.runs or (1 if options.quick else 5)

@@ -149,7 +149,8 @@ def pack(value: object, *, name: str, names: NameParts | None = None, code: bool
         else:
             if not found and len(data) <= THRESHOLD_BYTES and not _needs_code(data):
                 return Packed(data)
-    travelling.collected = collected = []
+    collected: list[Segment] = []
+    travelling.collected = collected
     try:
         return _pack_carefully(value, collected, code=code, once=once)
     except _UNPICKLABLE as error:
