@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError
 from xrl_lite.judger.outcome import no_worker_left
 from xrl_lite.judger.quarantine import MAX_ENDED, Quarantine
-from xrl_lite.judger.slots import Carried, Lead, Slots, Ticket
+from xrl_lite.judger.slots import Lead, Slots, Ticket
 from xrl_lite.judger.stopwatch import execution_starts, execution_took
 from xrl_lite.log import get_logger
 
@@ -87,8 +87,8 @@ class Dispatcher:
         self.quarantine.check(payload)
         while True:
             place = await self._slots.acquire(None if isinstance(payload, list) else payload)
-            if isinstance(place, Carried):
-                return _unwrap(place.result)
+            if not isinstance(place, Lead):
+                return _unwrap(place)
             execution_starts()
             try:
                 return await self._use(place, payload)

@@ -21,7 +21,7 @@ from typing import Any
 _SHORT_LINE = 8
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Lead:
     """A place at a worker."""
 
@@ -33,19 +33,13 @@ class Lead:
     """Whether the payload was on board of a journey that failed."""
 
 
-@dataclass(frozen=True)
-class Carried:
-    """What came of a payload that somebody else sent."""
-
-    result: Any
-
-
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A payload in line, or on board."""
 
     payload: Any
-    future: asyncio.Future[Lead | Carried]
+    future: asyncio.Future[Any]
+    """A `Lead`, or what came of the payload that somebody else sent."""
     num_deaths: int = 0
     travels_alone: bool = False
 
@@ -82,8 +76,8 @@ class Slots:
         """Whether anybody waits."""
         return bool(self._line)
 
-    async def acquire(self, payload: Any = None) -> Lead | Carried:
-        """Return a place at the worker to use next, or what came of the payload. A place must be released.
+    async def acquire(self, payload: Any = None) -> Any:
+        """Return a `Lead`, a place at the worker to use next, or what was carried. A place must be released.
 
         Raises:
             Exception: the one given to `retire`, when no worker is left.
@@ -123,8 +117,11 @@ class Slots:
 
     def carry(self, ticket: Ticket, result: Any) -> None:
         """Hand the result of a boarded ticket to whoever waits for it."""
-        if not ticket.is_void:
-            ticket.future.set_result(Carried(result))
+        if not ticket.future.done():
+            try:
+                ticket.future.set_result(result)
+            except RuntimeError:
+                assert ticket.is_void, "its loop is open"
 
     def put_back(self, tickets: Sequence[Ticket], *, died: bool) -> None:
         """Put boarded tickets back at the front of the line, to travel alone."""

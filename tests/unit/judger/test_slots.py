@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xrl_lite.judger.slots import Carried, Lead, Slots
+from xrl_lite.judger.slots import Lead, Slots
 
 
 async def place(slots: Slots, payload: object = None) -> int:
@@ -88,7 +88,7 @@ async def test_a_leader_carries_others_along_and_puts_back_whom_it_cannot() -> N
     slots.carry(first[0], "done")
     slots.put_back(first[1:], died=True)
     slots.release(index)
-    assert await waiting[1] == Carried("done")
+    assert await waiting[1] == "done"
     assert await waiting[2] == Lead(0, num_deaths=1, travels_alone=True)
     assert slots.board(2)[0].payload == "d"
     waiting[3].cancel()
