@@ -259,8 +259,8 @@ def _texts(blocks: Sequence[Block], where: str) -> str:
 def _result_text(block: Block, where: str) -> str:
     content = block.get("content")
     if isinstance(content, list):
-        parts = [part if isinstance(part, dict) else {} for part in cast("list[Any]", content)]
-        return _texts(cast("list[Block]", parts), f"{where}.content.tool_result")
+        parts: list[Any] = [part if isinstance(part, dict) else {} for part in cast("list[Any]", content)]
+        return _texts(parts, f"{where}.content.tool_result")
     return "" if content is None else str(content)
 
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 from anyio.abc import TaskGroup
 
+from xrl_lite.agent_loop import RolloutCtl
 from xrl_lite.data import SampleParams
 from xrl_lite.data.chat_template import ChatTemplate
 from xrl_lite.data.sampling_params import merge_sampling_params
@@ -34,7 +35,7 @@ from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.gateway.config import GatewayConfig
 from xrl_lite.gateway.refusal import Refusal, invalid
-from xrl_lite.gateway.session import GeneratesStates, Session, SessionParts, SessionState
+from xrl_lite.gateway.session import Session, SessionParts, SessionState
 from xrl_lite.gateway.turn import SessionResult
 from xrl_lite.log import get_logger
 from xrl_lite.tools import ToolParser
@@ -114,7 +115,7 @@ class Gateway:
 
     def __init__(
         self,
-        rollout_ctl: GeneratesStates,
+        rollout_ctl: RolloutCtl,
         *,
         tokenizer: Tokenizer,
         config: GatewayConfig | None = None,

@@ -29,16 +29,18 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
+from xrl_lite.agent_loop import RolloutCtl
+from xrl_lite.agent_loop.session_loop import ENDS_THE_RUN
 from xrl_lite.data import RolloutState, SampleParams, Status
 from xrl_lite.data.chat_template import ChatTemplate
 from xrl_lite.data.sampling_params import merge_sampling_params
 from xrl_lite.data.tokenizer import Tokenizer
-from xrl_lite.errors import ActorError, ConfigError, RolloutError, RunError, TemplateError, WeightSyncError
+from xrl_lite.errors import ConfigError, RolloutError, TemplateError
 from xrl_lite.gateway.chain import Chain, ChatChains, Sampled, Step, raw_step
 from xrl_lite.gateway.config import GatewayConfig
 from xrl_lite.gateway.prefix import PrefixHasher, tools_digest
@@ -49,20 +51,8 @@ from xrl_lite.tools import FunctionCall, ToolParser, call_message
 
 logger = get_logger(__name__)
 
-ENDS_THE_RUN = (ActorError, RunError, WeightSyncError)
-"""Errors of the engine that no request can do anything about."""
-
-
 _MAX_ANSWERED = 64
 """Answers of a session that are kept for retries."""
-
-
-class GeneratesStates(Protocol):
-    """The engine, as the gateway sees it; `RolloutController` is one."""
-
-    async def generate(self, state: RolloutState) -> RolloutState:
-        """Generate the response of a state: COMPLETED, ABORTED or FAILED."""
-        ...
 
 
 class SessionState(Enum):
@@ -82,7 +72,7 @@ class SessionState(Enum):
 class SessionParts:
     """What all sessions of a gateway share."""
 
-    rollout_ctl: GeneratesStates
+    rollout_ctl: RolloutCtl
     """Generates."""
     tokenizer: Tokenizer
     """Of the model."""
