@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -77,11 +77,6 @@ class GatewayConfig(Settings):
     idle_timeout_s: float | None = Field(default=None, gt=0)
     """Sessions without a request for so long are aborted; None keeps them."""
 
-    trajectory_folder: Path | None = None
-    """Where `xrl-lite serve` writes the trajectories of finalized sessions, a JSON file each."""
-
     def serves(self, model: str) -> bool:
         """Return whether requests for this model are answered."""
-        from fnmatch import fnmatchcase
-
         return any(fnmatchcase(model, pattern) for pattern in (self.model_name, *self.model_aliases))
