@@ -198,6 +198,11 @@ class Session:
         return len(self._pending)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for one."""
+        return sum(pending.num_waiting for pending in self._pending)
+
+    @property
     def num_turns(self) -> int:
         """Turns that were answered."""
         return self._num_turns
