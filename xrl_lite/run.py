@@ -15,6 +15,7 @@ Everything that is not the driver is an actor of one `ActorSystem`, which ends t
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
@@ -32,13 +33,14 @@ from xrl_lite.agent_loop import (
     create_agent_loop_manager,
 )
 from xrl_lite.algorithms.preload import MODEL_MODULES
-from xrl_lite.config import RunConfig, dump_config
+from xrl_lite.config import RunConfig, ServeConfig, dump_config
 from xrl_lite.config.check import CheckedData, CheckedTask, check_data, check_installed, check_model, check_resources
 from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
-from xrl_lite.data.tokenizer import Tokenizer, check_model_folder
+from xrl_lite.data.tokenizer import Tokenizer, check_model_folder, max_position_embeddings
 from xrl_lite.engine.controller import TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ConfigError, errors_as_themselves
+from xrl_lite.gateway import Gateway
 from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.log import logged_to
 from xrl_lite.metrics import LoopLag, MetricLoggers, actor_metrics, open_loggers
@@ -229,6 +231,56 @@ async def evaluate(
             return await evaluator.evaluate(EvaluationRecord(record, about) if record else None)
 
 
+async def serve(
+    config: ServeConfig,
+    *,
+    api_key: str | None = None,
+    on_ready: Callable[[Gateway], None] = lambda _: None,
+    reporter: Reporter | None = None,
+) -> None:
+    """Serve a model to agents until SIGINT or SIGTERM.
+
+    Args:
+        config: Settings.
+        api_key: Key of whoever makes sessions; a random one when not given.
+        on_ready: Is given the gateway once it answers.
+        reporter: Is told what happens.
+
+    Raises:
+        ConfigError: settings or model cannot be used.
+        OSError: the port is taken.
+        ActorError: the engine cannot be started.
+    """
+    check_installed()
+    check_model(config)
+    async with actor_system(config, log_dir=None) as system:
+        model_path = await prepare_model(config, system, reporter or ConsoleReporter())
+        tokenizer = Tokenizer.load(model_path)
+        controller = RolloutController(
+            system,
+            config=config.rollout,
+            model_path=model_path,
+            decode=tokenizer.decode,
+            seed=config.seed,
+            eos_token_ids=tokenizer.eos_token_ids,
+        )
+        async with controller as rollout:
+            await rollout.ready()
+            gateway = Gateway(
+                rollout,
+                tokenizer=tokenizer,
+                config=config.gateway,
+                sample_params=config.sample_params,
+                max_trajectory_tokens=config.rollout.max_model_len or max_position_embeddings(model_path),
+                api_key=api_key,
+            )
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async with gateway:
+                    on_ready(gateway)
+                    async for _ in signals:
+                        break
+
+
 async def build_model(config: RunConfig, *, reporter: Reporter | None = None) -> str:
     """Build and warm up the model of `model.build`, unless it is cached; return its folder."""
     async with actor_system(config, log_dir=None) as system:
@@ -244,7 +296,7 @@ def run_until_done(function: Callable[[], Awaitable[T]]) -> T:
 
 
 @asynccontextmanager
-async def actor_system(config: RunConfig, *, log_dir: Path | None) -> AsyncGenerator[ActorSystem]:
+async def actor_system(config: RunConfig | ServeConfig, *, log_dir: Path | None) -> AsyncGenerator[ActorSystem]:
     """Run the actor system and the manager of its CPU slots; errors from inside come out as themselves."""
     with errors_as_themselves():
         async with ActorSystem(num_cpus=config.num_cpus, log_dir=log_dir, seed=config.seed) as system:
@@ -262,7 +314,7 @@ def open_folder(config: RunConfig) -> RunFolder:
     return RunFolder(config.folder) if goes_on else RunFolder.unused(config.folder)
 
 
-async def prepare_model(config: RunConfig, system: ActorSystem, reporter: Reporter) -> str:
+async def prepare_model(config: RunConfig | ServeConfig, system: ActorSystem, reporter: Reporter) -> str:
     """Return the model's folder or hub id; a model to be built is built once, in an actor, and cached."""
     if config.model.build is None:
         assert config.model.path is not None, "one of the two is given"

@@ -6,6 +6,7 @@ from xrl_lite.agent_loop.client import LLMClient, StateClient, TokenOutput
 from xrl_lite.agent_loop.manager import AgentLoopManager, GroupCounts, RunsGroups, create_agent_loop_manager
 from xrl_lite.agent_loop.output import AgentLoopMetrics, AgentLoopOutput
 from xrl_lite.agent_loop.producer import ProduceLimits, Producer, ProducerTask
+from xrl_lite.agent_loop.session_loop import SessionLoop
 from xrl_lite.agent_loop.sessions import AgentsConfig, SessionsAgentLoop
 from xrl_lite.agent_loop.single_turn import SingleTurnAgentLoop, SingleTurnAgentLoopConfig
 from xrl_lite.agent_loop.strategy import (
@@ -44,6 +45,7 @@ __all__ = [
     "ProducerTask",
     "RolloutCtl",
     "RunsGroups",
+    "SessionLoop",
     "SessionsAgentLoop",
     "SingleTurnAgent",
     "SingleTurnAgentLoop",

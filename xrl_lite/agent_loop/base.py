@@ -100,6 +100,14 @@ class AgentLoopConfig(Settings, ABC):
     ) -> AgentLoop:
         """Make the loop in this process; arguments as for `build`. `system` is for what the loop starts."""
 
+    def max_row_tokens(self, max_prompt_tokens: int | None) -> int:
+        """Return the most tokens, prompt and response together, that a row of this loop has.
+
+        Args:
+            max_prompt_tokens: Longest prompt of the data set, in tokens.
+        """
+        return self.sample_params.max_tokens + (max_prompt_tokens or 1)
+
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Check that the loop can serve rows, before anything starts.
 
@@ -272,6 +280,7 @@ AGENT_LOOPS: Registry[type[AgentLoopConfig]] = Registry(
     {
         "single_turn": "xrl_lite.agent_loop.single_turn:SingleTurnAgentLoopConfig",
         "agents": "xrl_lite.agent_loop.sessions:AgentsConfig",
+        "black_box": "xrl_lite.gateway.agent_loop:BlackBoxAgentsConfig",
     },
 )
 """Settings classes of the agent loops, by name."""

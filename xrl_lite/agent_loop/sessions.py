@@ -1,42 +1,21 @@
-"""Runs agents over states: one session an attempt, as many trajectories as the agent returns.
-
-::
-
-    state --agent_name--> agent.run(sampling_params, **row) --> outputs --> states --> judger (the last one)
-
-Waits for    the agent, at most `session_timeout_s`; its place, where `max_concurrent_sessions` is set
-Is woken by  its end, or the limit
-
-What an agent raises costs its session: the state is FAILED and says where. What ends a run (a dead engine, a judger
-that cannot go on) goes through.
-"""
+"""Agents of the run's own processes: classes in verl's style, found by name, with the tools of the run."""
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import anyio
 from pydantic import Field
 
 from xrl_lite.agent_loop.agents import AgentParts, AgentSettings, AgentTable
-from xrl_lite.agent_loop.base import (
-    AgentLoop,
-    AgentLoopConfig,
-    RolloutCtl,
-    StateJudger,
-    needs_judgement,
-    spread_judgement,
-)
+from xrl_lite.agent_loop.base import AgentLoopConfig, RolloutCtl, StateJudger
 from xrl_lite.agent_loop.client import StateClient
 from xrl_lite.agent_loop.output import AgentLoopOutput
-from xrl_lite.data import RolloutState, Row, SampleParams, Status
+from xrl_lite.agent_loop.session_loop import SessionLoop, row_of, tokenizer_of
+from xrl_lite.data import RolloutState, Row, SampleParams
 from xrl_lite.data.token_builder import OnRewrite
-from xrl_lite.errors import ActorError, ConfigError, JudgerError, RolloutError, RunError, WeightSyncError
-from xrl_lite.log import get_logger
+from xrl_lite.errors import ConfigError
 from xrl_lite.settings import UserPath
 from xrl_lite.tools import Toolbox, ToolParser, ToolsConfig, load_tools
 
@@ -44,10 +23,6 @@ if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
     from xrl_lite.data.chat_template import ChatTemplate
     from xrl_lite.data.tokenizer import Tokenizer
-
-logger = get_logger(__name__)
-
-_ENDS_THE_RUN = (ActorError, JudgerError, RunError, WeightSyncError)
 
 
 class AgentsConfig(AgentLoopConfig):
@@ -114,7 +89,7 @@ class AgentsConfig(AgentLoopConfig):
                     raise ConfigError(f"row {row.index}: {error}") from error
 
 
-class SessionsAgentLoop(AgentLoop):
+class SessionsAgentLoop(SessionLoop):
     """Runs agents.
 
     Args:
@@ -139,42 +114,22 @@ class SessionsAgentLoop(AgentLoop):
         system: ActorSystem | None = None,
     ) -> None:
         super().__init__(
+            config,
             rollout_ctl,
             judger,
-            sample_params=config.sample_params,
-            enable_batch_judge=config.enable_batch_judge,
-            judge_grace_s=config.judge_grace_s,
+            tokenizer=_with_template_kwargs(tokenizer_of(config, tokenizer), config),
+            default_agent=config.default_agent_loop,
+            session_timeout_s=config.session_timeout_s,
         )
         self._config = config
         self._system = system
         self._table = AgentTable(config.agent_loop_config_path)
         self._table.check(config.default_agent_loop)
-        self._tokenizer = _with_template_kwargs(_load_tokenizer(config, tokenizer), config)
         self._parser = ToolParser.get_tool_parser(config.tools.format, self._tokenizer)
         self._template = self._make_template()
         self._toolbox: Toolbox | None = None
         self._loading: anyio.Lock | None = None
         self._places: anyio.Semaphore | None = None
-
-    async def generate_sample(self, rollout_state: RolloutState) -> list[RolloutState]:
-        state = rollout_state
-        name = state.extra_fields.get("agent_name") or self._config.default_agent_loop
-        toolbox = await self._tools()
-        try:
-            async with self._place():
-                outputs = await self._run_within_limit(name, state, toolbox)
-            states = self._states(state, outputs)
-        except _ENDS_THE_RUN:
-            raise
-        except RolloutError as error:
-            return [_failed(state, str(error))]
-        except Exception as error:
-            logger.warning("sample %s: agent %r raised", state.rollout_id, name, exc_info=error)
-            return [_failed(state, f"agent {name!r} raised {describe_error(error)}")]
-        if self.judger is not None and not self.enable_batch_judge and needs_judgement(states[-1]):
-            states[-1] = await self.run_judger(states[-1])
-        spread_judgement(states)
-        return states
 
     async def ready(self) -> None:
         """Load the tools and check the chat template with them, before the first session."""
@@ -185,15 +140,15 @@ class SessionsAgentLoop(AgentLoop):
         if self._toolbox is not None:
             await self._toolbox.aclose()
 
-    async def _run_within_limit(self, name: str, state: RolloutState, toolbox: Toolbox) -> list[AgentLoopOutput]:
-        limit_s = self._config.session_timeout_s
-        with anyio.move_on_after(limit_s):
-            return await self._run(name, state, toolbox)
-        raise RolloutError(f"agent {name!r} took longer than {limit_s:g} s (session_timeout_s) and was ended")
+    def places_of(self, agent: str) -> anyio.Semaphore | None:
+        if self._config.max_concurrent_sessions is None:
+            return None
+        self._places = self._places or anyio.Semaphore(self._config.max_concurrent_sessions)
+        return self._places
 
-    async def _run(self, name: str, state: RolloutState, toolbox: Toolbox) -> list[AgentLoopOutput]:
-        agent = self._table.make(name, self._parts(state, toolbox))
-        returned = await agent.run(sampling_params_of(state.sample_params), **row_of(state))
+    async def run_session(self, agent: str, state: RolloutState) -> list[AgentLoopOutput]:
+        made = self._table.make(agent, self._parts(state, await self._tools()))
+        returned = await made.run(sampling_params_of(state.sample_params), **row_of(state))
         outputs = returned if isinstance(returned, list) else [returned]
         if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(f"run() must return an AgentLoopOutput or a list of them, got {returned!r:.200}")
@@ -214,47 +169,6 @@ class SessionsAgentLoop(AgentLoop):
                 on_rewrite=config.on_rewrite,
             ),
         )
-
-    def _states(self, state: RolloutState, outputs: list[AgentLoopOutput]) -> list[RolloutState]:
-        """Return a state per trajectory; the last is the one that was given."""
-        states = [state.model_copy(deep=True) for _ in outputs[:-1]] + [state]
-        for number, (each, output) in enumerate(zip(states, outputs, strict=True)):
-            self._fill(each, output)
-            if len(outputs) > 1:
-                each.session_id = f"{state.group_id}/{state.rollout_id}"
-                each.extra_fields["trajectory"] = {"number": number, "of": len(outputs)}
-        for number, each in enumerate(states[:-1]):
-            each.rollout_id = each.uid = f"{state.rollout_id}.{number}"
-        return states
-
-    def _fill(self, state: RolloutState, output: AgentLoopOutput) -> None:
-        extra = dict(output.extra_fields)
-        versions = extra.pop("policy_versions", None)
-        aborted = extra.get("stop_reason") == "aborted"
-        state.prompt_ids, state.num_tokens = list(output.prompt_ids), len(output.prompt_ids)
-        state.response_ids = list(output.response_ids)
-        state.response_mask = list(output.response_mask)
-        state.logprobs = None if output.response_logprobs is None else list(output.response_logprobs)
-        state.response_model_steps = list(versions) if versions is not None else None
-        state.routed_experts = output.routed_experts
-        state.response = self._tokenizer.decode(state.response_ids, state.sample_params.skip_special_tokens)
-        state.finish_reason = "abort" if aborted else extra.pop("finish_reason", None) or "stop"
-        state.status = Status.ABORTED if aborted else Status.COMPLETED
-        state.tokens = None
-        state.extra_fields = {
-            **state.extra_fields,
-            **extra,
-            "num_turns": output.num_turns,
-            "timing": {
-                "generate_s": output.metrics.generate_sequences,
-                "tools_s": output.metrics.tool_calls,
-                "judge_s": output.metrics.compute_score,
-            },
-        }
-        if output.reward_score is not None:
-            state.reward = {**extra.get("reward_extra_info", {}), "score": float(output.reward_score)}
-        if not aborted and not sum(state.response_mask):
-            _failed(state, "the agent returned a trajectory without a token of the model")
 
     async def _tools(self) -> Toolbox:
         if self._toolbox is None:
@@ -290,33 +204,6 @@ class SessionsAgentLoop(AgentLoop):
         check_template(template, on_rewrite=self._config.on_rewrite)
         return template
 
-    @asynccontextmanager
-    async def _place(self) -> AsyncGenerator[None]:
-        if self._config.max_concurrent_sessions is None:
-            yield
-            return
-        self._places = self._places or anyio.Semaphore(self._config.max_concurrent_sessions)
-        async with self._places:
-            yield
-
-
-def row_of(state: RolloutState) -> dict[str, Any]:
-    """Return a state as the row that agents get, with verl's names of columns."""
-    fields = state.extra_fields
-    info = {key: value for key, value in fields.items() if key not in ("agent_name", "row")}
-    return {
-        **info,
-        "raw_prompt": [dict(message) for message in state.message],
-        "uid": str(state.group_id),
-        "index": fields.get("row"),
-        "session_id": f"{state.group_id}/{state.rollout_id}",
-        "agent_name": fields.get("agent_name"),
-        "data_source": state.data_source,
-        "reward_model": state.reward_model,
-        "extra_info": info,
-        "tools_kwargs": fields.get("tools_kwargs"),
-    }
-
 
 def sampling_params_of(params: SampleParams) -> dict[str, Any]:
     """Return sample parameters as agents get them."""
@@ -326,31 +213,6 @@ def sampling_params_of(params: SampleParams) -> dict[str, Any]:
         "top_k": params.top_k,
         "repetition_penalty": params.repetition_penalty,
     }
-
-
-def describe_error(error: BaseException) -> str:
-    """Return type, message, file, line and function of an error in user code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    place = (own or frames)[-1] if frames else None
-    where = f" at {place.filename}:{place.lineno} in {place.name}" if place else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def _failed(state: RolloutState, reason: str) -> RolloutState:
-    state.status = Status.FAILED
-    state.error_msg = f"sample {state.rollout_id}: {reason}"
-    return state
-
-
-def _load_tokenizer(config: AgentsConfig, given: Tokenizer | None) -> Tokenizer:
-    from xrl_lite.data.tokenizer import Tokenizer
-
-    if given is not None:
-        return given
-    if config.hf_checkpoint is None:
-        raise ConfigError("Agents need a tokenizer: set hf_checkpoint to the model's folder, or hand one over.")
-    return Tokenizer.load(config.hf_checkpoint)
 
 
 def _with_template_kwargs(tokenizer: Tokenizer, config: AgentsConfig) -> Tokenizer:

@@ -11,6 +11,7 @@ from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus
 from xrl_lite.agent_loop import TaskSpecConfig
 from xrl_lite.agent_loop.base import check_batch_judge
 from xrl_lite.config.run_config import RunConfig
+from xrl_lite.config.serve_config import ServeConfig
 from xrl_lite.data import Row, load_rows
 from xrl_lite.data.tokenizer import check_model_folder
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
@@ -125,7 +126,7 @@ def check_installed(modules: tuple[str, ...] = ("torch", "transformers")) -> Non
         raise ConfigError(f"A run needs {' and '.join(missing)}. Install them with: pip install 'xrl-lite[train]'")
 
 
-def check_model(config: RunConfig) -> None:
+def check_model(config: RunConfig | ServeConfig) -> None:
     """Check what a model folder holds; a hub id is checked when it is loaded.
 
     Raises:

@@ -32,7 +32,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     load_plugins()
     _check_exists(path)
-    parsed = [_parse_override(override) for override in overrides]
+    parsed = [parse_override(override) for override in overrides]
     if path.suffix == ".py":
         return _load_python(path, parsed)
     if path.suffix in (".yaml", ".yml"):
@@ -53,7 +53,7 @@ def load_judger(spec: str, overrides: Sequence[str] = ()) -> JudgerConfigLike:
     """
     load_plugins()
     if spec.endswith((".yaml", ".yml")):
-        settings = _judger_settings(_read_yaml(Path(spec)), spec)
+        settings = _judger_settings(read_yaml(Path(spec)), spec)
     elif spec in JUDGERS:
         settings = {"type": spec}
     elif ":" in spec:
@@ -64,7 +64,7 @@ def load_judger(spec: str, overrides: Sequence[str] = ()) -> JudgerConfigLike:
             f"file; or reward code as file.py:name, package.module:name or a URL."
         )
     for override in overrides:
-        _set(settings, *_parse_override(override))
+        set_value(settings, *parse_override(override))
     try:
         return _JudgerAlone.model_validate({"judger": settings}).judger
     except ValidationError as error:
@@ -94,13 +94,18 @@ def _judger_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _load_yaml(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunConfig:
-    settings = _read_yaml(path)
+    settings = read_yaml(path)
     for keys, value in overrides:
-        _set(settings, keys, value)
+        set_value(settings, keys, value)
     return _validate(settings, where=str(path))
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the settings in a file.
+
+    Raises:
+        ConfigError: it is missing, broken, or holds no mapping.
+    """
     _check_exists(path)
     try:
         raw = cast("object", yaml.safe_load(path.read_text(encoding="utf-8")))
@@ -141,7 +146,12 @@ def _validate(settings: Mapping[str, Any], *, where: str) -> RunConfig:
         raise explain(error, RunConfig, where=where) from error
 
 
-def _parse_override(override: str) -> tuple[list[str], Any]:
+def parse_override(override: str) -> tuple[list[str], Any]:
+    """Return the path and the value of an override.
+
+    Raises:
+        ConfigError: it is none.
+    """
     key, equals, text = override.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"An override is written a.b=value, got {override!r}.")
@@ -151,7 +161,12 @@ def _parse_override(override: str) -> tuple[list[str], Any]:
         raise ConfigError(f"The value of {override!r} is not valid YAML: {error}") from error
 
 
-def _set(settings: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+def set_value(settings: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+    """Change one setting; those above it are made where they are missing.
+
+    Raises:
+        ConfigError: one above it holds a value.
+    """
     inner = settings
     for key in keys[:-1]:
         if inner.get(key) is None:

@@ -149,13 +149,14 @@ class RunConfig(Settings):
     def _check_lengths(self) -> None:
         limit = self.engine.max_tokens_per_micro_batch
         for place, task in self._named_tasks():
-            longest = task.agent_loop_config.sample_params.max_tokens + (task.sampler_config.max_prompt_tokens or 1)
+            longest = task.agent_loop_config.max_row_tokens(task.sampler_config.max_prompt_tokens)
             if longest > limit:
                 raise ValueError(
                     f"a prompt and its response may have {longest} tokens together, more than "
                     f"engine.max_tokens_per_micro_batch ({limit}), so they could not be trained on. Raise it, or "
                     f"lower {place}.agent_loop_config.sample_params.max_tokens or "
-                    f"{place}.sampler_config.max_prompt_tokens."
+                    f"{place}.sampler_config.max_prompt_tokens; for black_box agents {place}.agent_loop_config."
+                    f"prompt_length."
                 )
 
     def _check_advantage(self) -> None:

@@ -47,6 +47,17 @@ class TokenRow:
         """Tokens that are trained on."""
         return sum(self.response_mask)
 
+    def cut(self, num_response_tokens: int) -> TokenRow:
+        """Return the beginning of the row, as a row of its own."""
+        end = num_response_tokens
+        return TokenRow(
+            prompt_ids=list(self.prompt_ids),
+            response_ids=self.response_ids[:end],
+            response_mask=self.response_mask[:end],
+            response_logprobs=self.response_logprobs[:end],
+            policy_versions=self.policy_versions[:end],
+        )
+
     def add(self, token_ids: Sequence[int], logprobs: Sequence[float] | None, versions: Sequence[int]) -> None:
         """Append tokens; without log-probs they are not the model's."""
         self.response_ids += token_ids
@@ -67,6 +78,19 @@ class Continuation:
     """Whether a second row begins with them."""
     num_tokens: int
     """How much longer the context gets, in tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuilderMark:
+    """A place in a conversation, to begin again from; see `TokenBuilder.copy_at`."""
+
+    num_rows: int
+    num_response_tokens: int
+    """Of the last row."""
+    num_messages: int
+    earlier: frozenset[Shape]
+    turn: Shape | None
+    num_forks: int
 
 
 class TokenBuilder:
@@ -115,6 +139,11 @@ class TokenBuilder:
     def num_added(self) -> int:
         """Tokens of the context behind the first prompt."""
         return self.num_tokens - len(self._rows[0].prompt_ids)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows so far."""
+        return len(self._rows)
 
     def rows(self) -> list[TokenRow]:
         """Return the trainable rows, in order; rows in which nothing was sampled are left out."""
@@ -194,6 +223,27 @@ class TokenBuilder:
         continuation = self.propose(messages)
         self.accept(continuation)
         return continuation
+
+    def mark(self) -> BuilderMark:
+        """Note where the conversation stands."""
+        return BuilderMark(
+            num_rows=len(self._rows),
+            num_response_tokens=len(self._row.response_ids),
+            num_messages=len(self.messages),
+            earlier=frozenset(self._earlier),
+            turn=self._turn,
+            num_forks=self.num_forks,
+        )
+
+    def copy_at(self, mark: BuilderMark) -> TokenBuilder:
+        """Return a builder of the same conversation that stands where this one stood at a mark of its own."""
+        copy = TokenBuilder.__new__(TokenBuilder)
+        copy._template, copy._tools, copy._on_rewrite = self._template, self._tools, self._on_rewrite
+        copy.messages = self.messages[: mark.num_messages]
+        *earlier, last = self._rows[: mark.num_rows]
+        copy._rows = [*(row.cut(len(row.response_ids)) for row in earlier), last.cut(mark.num_response_tokens)]
+        copy._earlier, copy._turn, copy.num_forks = set(mark.earlier), mark.turn, mark.num_forks
+        return copy
 
     @property
     def _row(self) -> TokenRow:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -155,3 +156,12 @@ def check_model_folder(folder: Path) -> None:
             f"model.path {folder} has no chat template, so prompts cannot be rendered. Use the instruct version of "
             f"the model, or add a chat_template.jinja."
         )
+
+
+def max_position_embeddings(model_path: str) -> int | None:
+    """Return the longest sequence of a model folder in tokens; None where its config does not tell, or for a hub id."""
+    file = Path(model_path) / "config.json"
+    if not file.is_file():
+        return None
+    settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return settings.get("max_position_embeddings") or settings.get("text_config", {}).get("max_position_embeddings")
