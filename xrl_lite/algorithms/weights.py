@@ -19,7 +19,7 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 
 WHOLE_UP_TO_BYTES = 256 << 10
 """Every byte of a tensor of at most this size is checked; of a larger one, samples."""
 
-_SAMPLE_BYTES = 64 << 10
+_SAMPLE_BYTES = 16 << 10
 _CHUNK_BYTES = 1 << 10
 
 
@@ -142,7 +142,7 @@ def spec_of(name: str, tensor: Tensor) -> TensorSpec:
 def tensor_checksum(tensor: Tensor) -> str:
     """Return a CRC-32 over shape, type and bytes of a tensor on any device.
 
-    Of a tensor larger than `WHOLE_UP_TO_BYTES` it takes 64 chunks of 1 KiB, spread evenly, the last at its end.
+    Of a tensor larger than `WHOLE_UP_TO_BYTES` it takes 16 chunks of 1 KiB, spread evenly, the last at its end.
     """
     import torch
 

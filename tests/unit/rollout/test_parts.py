@@ -40,7 +40,16 @@ def test_tokens_are_drawn_with_their_probabilities_and_never_with_none(vocab_siz
     tokens, logprobs = sample_tokens(logits.expand(number, -1), random, torch.ones(number))
     shares = torch.bincount(tokens, minlength=vocab_size) / number
     assert torch.allclose(shares, logits.softmax(0), atol=2e-4)
-    assert torch.equal(logprobs, logits.log_softmax(0)[tokens])
+    assert torch.allclose(logprobs.double(), logits.double().log_softmax(0)[tokens], rtol=0, atol=1e-6)
+
+
+def test_logprobs_over_a_large_vocabulary_are_off_by_rounding_and_to_no_side() -> None:
+    torch.manual_seed(0)
+    logits = 6 * torch.randn(64, 50_000)
+    tokens, logprobs = sample_tokens(logits.clone(), torch.full((64,), 0.5, dtype=torch.float64), torch.ones(64))
+    exact = logits.double().log_softmax(1).gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (logprobs - exact).abs().max() < 1e-5
+    assert (logprobs - exact).mean().abs() < 1e-6
 
 
 def test_the_ends_of_the_interval_are_tokens_too() -> None:
