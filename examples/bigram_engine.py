@@ -66,8 +66,8 @@ class BigramReplica(RolloutReplica):
     async def resume(self) -> None:
         self._may_compute.set()
 
-    async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
-        return copy_tensors(bucket, self._own, sampled=sampled)
+    async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
+        return copy_tensors(bucket, self._own)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._own.items()}

@@ -48,6 +48,7 @@ from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build_replay_buffer
 from xrl_lite.rollout.config import truncation_warning
 from xrl_lite.rollout.controller import RolloutController
+from xrl_lite.trainer.agreement import NUM_PROMPTS, AgreementCheck
 from xrl_lite.trainer.base import RLTrainer, RunSummary, TrainerParts, TrainerSettings
 from xrl_lite.trainer.checkpoint import (
     HUGGINGFACE,
@@ -171,6 +172,7 @@ async def open_trainer(
             producer=producer,
             replay_buffer=replay_buffer,
             evaluator=build_evaluator(config, data.evaluation, evaluating, tokenizer.encode),
+            agreement=build_agreement_check(config, data, engine, rollout, tokenizer.encode),
             judger=judgers,
             folder=folder,
             store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
@@ -395,6 +397,23 @@ async def build_weight_sync(config: RunConfig, engine: TrainingController, rollo
         gate=rollout,
         transport=transport,
         max_unchanged=settings.max_unchanged_syncs,
+    )
+
+
+def build_agreement_check(
+    config: RunConfig, data: CheckedData, engine: TrainingController, rollout: RolloutController, encode: EncodePrompt
+) -> AgreementCheck:
+    """Make the comparison of trainer and rollout engine, on prompts of the first task."""
+    return AgreementCheck(
+        rollout,
+        engine,
+        prompts=[encode(row.prompt) for row in data.tasks[0].rows[: 2 * NUM_PROMPTS]],
+        temperature=config.task.agent_loop_config.sample_params.temperature,
+        dtypes={
+            "engine.dtype": config.engine.dtype,
+            "engine.compute_dtype": config.engine.compute_dtype or config.engine.dtype,
+            "rollout.dtype": config.rollout.dtype,
+        },
     )
 
 

@@ -11,8 +11,8 @@ from xrl_lite.cli import main
 from xrl_lite.config import RunConfig, dump_config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted((ROOT / "configs").iterdir())
-SYNTHETIC = [path for path in CONFIGS if "gsm8k" not in path.name and path.suffix == ".yaml"]
+CONFIGS = sorted([*(ROOT / "configs").iterdir(), *(ROOT / "examples").rglob("*.yaml")])
+SYNTHETIC = [path for path in (ROOT / "configs").glob("*.yaml") if "gsm8k" not in path.name]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

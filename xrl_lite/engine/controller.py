@@ -137,9 +137,9 @@ class TrainingController:
         """Give the first rank its end of the way on which weights leave."""
         await self._ask_first("attach_weights", sender)
 
-    async def open_weights(self, version: int) -> WeightOffer:
-        """Begin to hand over the present weights, as `version`."""
-        return await self._call("open_weights", version)
+    async def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer:
+        """Begin to hand over the present weights, as `version`; with LoRA perhaps the adapter alone."""
+        return await self._call("open_weights", version, adapters_only=adapters_only)
 
     async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
         """Hand over a bucket."""

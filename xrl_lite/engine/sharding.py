@@ -70,14 +70,15 @@ def gather_on_first(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield whole weights on rank 0, a bucket at a time, and nothing elsewhere; called on every rank.
 
-    Rank 0 holds one bucket beside what its caller keeps; no other rank ever holds a whole weight.
+    They are in CPU memory, where there is room for what a caller keeps. The device of rank 0 holds one bucket; no other
+    rank ever holds a whole weight.
     """
     bucket: list[tuple[str, DTensor]] = []
     size = 0
     for name, parameter in parameters:
         if not isinstance(parameter, DTensor):
             if dist.get_rank() == 0:
-                yield name, parameter.detach()
+                yield name, parameter.detach().cpu()
             continue
         if bucket and (size + _bytes(parameter) > bucket_bytes or parameter.dtype != bucket[0][1].dtype):
             yield from _gather(bucket, device)
@@ -108,7 +109,7 @@ def _gather(bucket: Sequence[tuple[str, DTensor]], device: torch.device) -> Iter
             count = _num_values(parameter, each, size)
             pieces.append(parts[each][taken[each] : taken[each] + count])
             taken[each] += count
-        yield name, torch.cat(pieces).view(parameter.shape)
+        yield name, torch.cat(pieces).view(parameter.shape).cpu()
 
 
 def _rows_of(parameter: DTensor, rank: int, size: int) -> tuple[int, int]:

@@ -152,17 +152,19 @@ class EngineWorker:
     @on_all_ranks
     def devices(self) -> list[str]:
         """Return where the weights are: "cpu", or the unique ids of GPUs."""
-        return devices_of(tensor for _, tensor in self._engine.get_per_tensor_param())
+        return devices_of(shard.values for shard in self._engine.get_per_tensor_param_shard())
 
     def attach_weights(self, sender: WeightSender) -> None:
         """Take this rank's end of the way on which weights leave; it lives as long as the rank, or until the next."""
         self._sender = sender
 
     @on_all_ranks
-    def open_weights(self, version: int) -> WeightOffer | None:
-        """Begin to hand over the present weights, as `version`; they are gathered on the first rank."""
-        parameters = list(self._engine.get_per_tensor_param())
+    def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer | None:
+        """Begin to hand over the present weights, as `version`; the first rank gathers them as it takes them."""
+        parameters = self._engine.get_per_tensor_param()
         if self.place.rank != 0:
+            for _ in parameters:
+                pass
             return None
         return self._sender.open(parameters, version=version, num_updates=self._num_updates)
 

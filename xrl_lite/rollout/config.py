@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
@@ -28,6 +29,10 @@ class RolloutConfig(Settings):
 
     num_threads: int | None = Field(default=None, gt=0)
     """Compute threads of a replica; all CPUs of the machine when not given."""
+
+    num_accelerators: int | None = Field(default=None, ge=0)
+    """Accelerators of a replica, which nobody else sees; when not given, on a machine that has some, as many as vLLM's
+    parallel sizes need, and none for the other engines."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and arithmetic. Other than the trainer's, log-probs of the two drift apart."""
@@ -86,6 +91,13 @@ class RolloutConfig(Settings):
     weight_bucket_bytes: int = Field(default=512 << 20, gt=0)
     """Weights are handed over in pieces of about this size."""
 
+    adapter_sync: Literal["alone", "merged"] = "alone"
+    """How a LoRA adapter reaches the replicas: by itself, where the engine takes it so (torch merges it, vLLM computes
+    with it), or always merged into the weights it changes."""
+
+    adapter_rank: int | None = Field(default=None, gt=0)
+    """Rank of the LoRA adapter that is sent by itself. A run fills it in from `engine.lora`."""
+
     max_unchanged_syncs: int = Field(default=3, gt=0)
     """After so many syncs in a row that changed nothing although the optimizer made updates, a warning is given."""
 
@@ -102,6 +114,14 @@ class RolloutConfig(Settings):
     def in_flight_limit(self) -> int:
         """Requests a replica is given at once."""
         return self.max_in_flight or 4 * self.max_batch_size
+
+    def accelerators_of(self, available: int) -> int:
+        """Return how many accelerators a replica claims where the machine has `available`."""
+        if self.num_accelerators is not None:
+            return self.num_accelerators
+        if self.engine != "vllm" or not available:
+            return 0
+        return prod(self.engine_options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline", "data"))
 
     def options_of(self, engine: str, **defaults: Any) -> dict[str, Any]:
         """Return the engine's options with defaults.

@@ -85,7 +85,7 @@ class FakeReplica(RolloutReplica):
         waiting, self._paused = self._paused or [], None
         self.admit(waiting)
 
-    async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
+    async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
         import torch
 
         if self._options["exit_at_load"] == self.replica:
@@ -94,7 +94,7 @@ class FakeReplica(RolloutReplica):
             held = self.held.get(spec.name)
             if held is None or (tuple(held.shape), str(held.dtype)) != (spec.shape, f"torch.{spec.dtype}"):
                 self.held[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        return copy_tensors(bucket, self.held, sampled=sampled)
+        return copy_tensors(bucket, self.held)
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]] | None:
         weights = self._options["weights"]

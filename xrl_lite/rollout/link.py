@@ -230,6 +230,7 @@ class ReplicaLink:
             kwargs={"config": config, "model_path": self._model_path, "replica": self.number},
             name=self.name,
             num_cpus=config.num_cpus,
+            num_accelerators=config.accelerators_of(self._system.num_accelerators),
             num_threads=config.num_threads or len(os.sched_getaffinity(0)),
             max_concurrency=MAX_CONCURRENCY,
             max_pending=MAX_CONCURRENCY,

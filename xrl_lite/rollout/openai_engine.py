@@ -90,7 +90,7 @@ class OpenAIReplica(RolloutReplica):
     def partial(self, request_id: str) -> GenerateResult:
         return self._results[request_id]
 
-    async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
+    async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
         raise WeightSyncError("a server of others keeps its own weights")
 
     async def _generate(self, request: GenerateRequest) -> None:

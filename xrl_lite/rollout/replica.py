@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import anyio
 
+from xrl_lite.algorithms.weights import adapted_layer, adapter_scaling
 from xrl_lite.data import SampleParams
 from xrl_lite.errors import PluginError, RolloutError, UnknownNameError, WeightSyncError, did_you_mean
 from xrl_lite.registry import load_object, load_plugins
@@ -28,7 +29,7 @@ from xrl_lite.registry import load_object, load_plugins
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from xrl_lite.algorithms.weights import WeightBucket, WeightManifest
+    from xrl_lite.algorithms.weights import TensorSpec, WeightBucket, WeightManifest
     from xrl_lite.rollout.config import RolloutConfig
 
 
@@ -118,6 +119,9 @@ class RolloutReplica(ABC):
         replica: Number of this replica.
     """
 
+    takes_adapters: ClassVar[bool] = False
+    """Whether a LoRA adapter may be sent by itself."""
+
     def __init__(self, *, config: RolloutConfig, model_path: str, replica: int) -> None:
         load_plugins()
         self.config = config
@@ -133,6 +137,7 @@ class RolloutReplica(ABC):
         self._last_token = time.monotonic()
         self._manifest: WeightManifest | None = None
         self._loaded: set[str] = set()
+        self._adapter: dict[str, Tensor] = {}
 
     # --- called by the controller
 
@@ -202,12 +207,13 @@ class RolloutReplica(ABC):
         """
         self._check_fit(manifest)
         await self.pause()
-        self._manifest, self._loaded = manifest, set()
+        self._manifest, self._loaded, self._adapter = manifest, set(), {}
 
     async def load_weights(self, bucket: WeightBucket) -> dict[str, str]:
         """Take the tensors of a bucket; return the checksum of each as it is held now."""
-        assert self._manifest is not None, "prepare_weights comes first"
-        checksums = await self.load_tensors(bucket, sampled=self._manifest.sampled)
+        manifest = self._manifest
+        assert manifest is not None, "prepare_weights comes first"
+        checksums = await self.load_tensors(bucket) if manifest.adapter is None else self._keep_adapter(bucket)
         self._loaded |= checksums.keys()
         return checksums
 
@@ -222,6 +228,9 @@ class RolloutReplica(ABC):
         for spec in manifest.tensors:
             if spec.name not in self._loaded:
                 raise WeightSyncError(f"rollout/{self.replica}: tensor {spec.name!r} was announced and never came.")
+        if manifest.adapter is not None:
+            await self.apply_adapter(self._adapter, manifest.adapter)
+            self._adapter = {}
         await self.drop_caches()
         self.policy_version = manifest.version
         self._manifest = None
@@ -230,7 +239,8 @@ class RolloutReplica(ABC):
 
     async def abandon_weights(self) -> bool:
         """Give up a transfer; return whether the weights are whole: those from before, nothing having been loaded."""
-        whole = self._manifest is None or not self._loaded
+        # an adapter is kept beside the weights until all of it is there
+        whole = self._manifest is None or not self._loaded or self._manifest.adapter is not None
         if self._manifest is not None and whole:
             await self.resume()
         self._manifest = None
@@ -251,8 +261,19 @@ class RolloutReplica(ABC):
         """Return what a running request has so far."""
 
     @abstractmethod
-    async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
+    async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
         """Replace weights by those of a bucket; return their checksums, read from where they are held if it can be."""
+
+    async def apply_adapter(self, adapter: dict[str, Tensor], settings: Mapping[str, Any]) -> None:
+        """Compute with an adapter from now on, instead of the one from before.
+
+        Only engines with `takes_adapters` are asked; to the others the trainer sends weights with the adapter merged.
+
+        Args:
+            adapter: Its weights, by the names of peft's files.
+            settings: As in peft's adapter_config.json.
+        """
+        raise NotImplementedError
 
     async def drop_caches(self) -> None:
         """Forget everything that was computed with the weights from before."""
@@ -285,9 +306,21 @@ class RolloutReplica(ABC):
         self._reported[request_id] += len(new.token_ids)
         return new
 
+    def _keep_adapter(self, bucket: WeightBucket) -> dict[str, str]:
+        from xrl_lite.algorithms.weights import tensor_checksum
+
+        checksums: dict[str, str] = {}
+        for name, tensor in bucket.tensors():
+            self._adapter[name] = tensor.clone()
+            checksums[name] = tensor_checksum(self._adapter[name])
+        return checksums
+
     def _check_fit(self, manifest: WeightManifest) -> None:
         expected = self.expected_tensors()
         if expected is None:
+            return
+        if manifest.adapter is not None:
+            self._check_adapter_fit(manifest.tensors, manifest.adapter, expected)
             return
         sent = {spec.name: spec.shape for spec in manifest.tensors}
         for name in sorted(sent.keys() - expected.keys()):
@@ -296,12 +329,30 @@ class RolloutReplica(ABC):
                 f"Trainer and rollout engine must load the same model."
             )
         for name in sorted(expected.keys() - sent.keys()):
-            if not manifest.partial:
-                raise WeightSyncError(f"rollout/{self.replica}: tensor {name!r} of the model was not sent.")
+            raise WeightSyncError(f"rollout/{self.replica}: tensor {name!r} of the model was not sent.")
         for name, shape in sent.items():
             if shape != expected[name]:
                 raise WeightSyncError(
                     f"rollout/{self.replica}: tensor {name!r} has shape {shape}, the model's has {expected[name]}."
+                )
+
+    def _check_adapter_fit(
+        self, tensors: Sequence[TensorSpec], settings: Mapping[str, Any], expected: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        adapter_scaling(settings)  # raises where it has to be refused
+        for spec in tensors:
+            layer, side = adapted_layer(spec.name)
+            if (shape := expected.get(f"{layer}.weight")) is None:
+                raise WeightSyncError(
+                    f"rollout/{self.replica}: tensor {spec.name!r} changes a layer that is not in the model."
+                    f"{did_you_mean(f'{layer}.weight', expected)} Trainer and rollout engine must load the same model."
+                )
+            num_out, num_in = shape[::-1] if settings.get("fan_in_fan_out") else shape
+            wanted = (settings["r"], num_in) if side == "A" else (num_out, settings["r"])
+            if spec.shape != wanted:
+                raise WeightSyncError(
+                    f"rollout/{self.replica}: tensor {spec.name!r} has shape {spec.shape}, the model's layer wants "
+                    f"{wanted}."
                 )
 
 
@@ -351,7 +402,7 @@ class RolloutReplicaRegistry:
         return loaded
 
 
-def copy_tensors(bucket: WeightBucket, own: dict[str, Tensor], *, sampled: bool) -> dict[str, str]:
+def copy_tensors(bucket: WeightBucket, own: dict[str, Tensor]) -> dict[str, str]:
     """Copy a bucket into tensors of the same names; return the checksums of what they hold then."""
     import torch
 
@@ -361,5 +412,5 @@ def copy_tensors(bucket: WeightBucket, own: dict[str, Tensor], *, sampled: bool)
     with torch.no_grad():
         for name, tensor in bucket.tensors():
             own[name].copy_(tensor)
-            checksums[name] = tensor_checksum(own[name], sampled=sampled)
+            checksums[name] = tensor_checksum(own[name])
     return checksums

@@ -41,11 +41,12 @@ def sample_tokens(logits: Tensor, random: Tensor, temperature: Tensor) -> tuple[
     """
     greedy = temperature == 0
     scaled = logits / torch.where(greedy, 1.0, temperature).unsqueeze(1)
-    logprobs = scaled.log_softmax(dim=1)
-    tokens = _invert_distribution(logprobs.exp(), random)
+    # not log_softmax: over a large vocabulary its sum in float32 is off by 1e-5, always to one side
+    total = scaled.logsumexp(dim=1)
+    tokens = _invert_distribution((scaled - total.unsqueeze(1)).exp(), random)
     if greedy.any():
         tokens = torch.where(greedy, logits.argmax(dim=1), tokens)
-    return tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    return tokens, scaled.gather(1, tokens.unsqueeze(1)).squeeze(1) - total
 
 
 def _invert_distribution(probabilities: Tensor, random: Tensor) -> Tensor:

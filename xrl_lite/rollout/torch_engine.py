@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from xrl_lite.actors.machine import usable_memory_bytes
+from xrl_lite.algorithms.weights import adapted_layer, adapter_scaling
 from xrl_lite.errors import ConfigError, RolloutError
 from xrl_lite.log import get_logger
 from xrl_lite.rollout.config import RolloutConfig
@@ -40,10 +43,14 @@ STEPS_FOR_S = 0.05
 class TorchReplica(RolloutReplica):
     """Generates with transformers on the CPU.
 
+    A LoRA adapter that is sent by itself is merged into the weights.
+
     Options (`RolloutConfig.engine_options`):
         kv_cache_bytes: Limit of keys and values; a quarter of the memory by default. Beyond it requests wait, and
             running ones are computed anew later.
     """
+
+    takes_adapters = True
 
     def __init__(self, *, config: RolloutConfig, model_path: str, replica: int) -> None:
         super().__init__(config=config, model_path=model_path, replica=replica)
@@ -54,6 +61,8 @@ class TorchReplica(RolloutReplica):
         ).eval()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         self._own = dict(self._model.named_parameters())
+        self._unadapted: dict[str, Tensor] = {}
+        """Weights as they are without the adapter that is merged into them."""
         self._stop_ids = _end_of_sequence_ids(self._model, self._tokenizer)
         self._max_model_len = config.max_model_len or self._model.config.max_position_embeddings
         self._batch = ContinuousBatch(
@@ -111,9 +120,14 @@ class TorchReplica(RolloutReplica):
     async def resume(self) -> None:
         self._open.set()
 
-    async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
+    async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
         async with self._compute:
-            return await anyio.to_thread.run_sync(lambda: copy_tensors(bucket, self._own, sampled=sampled))
+            self._unadapted.clear()
+            return await anyio.to_thread.run_sync(copy_tensors, bucket, self._own)
+
+    async def apply_adapter(self, adapter: dict[str, Tensor], settings: Mapping[str, Any]) -> None:
+        async with self._compute:
+            await anyio.to_thread.run_sync(self._merge, adapter, settings)
 
     async def drop_caches(self) -> None:
         async with self._compute:
@@ -121,6 +135,20 @@ class TorchReplica(RolloutReplica):
 
     def expected_tensors(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._own.items()}
+
+    def _merge(self, adapter: dict[str, Tensor], settings: Mapping[str, Any]) -> None:
+        """``W + scaling B A``, summed in float32: products of matrices as narrow as A and B would not be exact."""
+        scaling = adapter_scaling(settings)
+        sides: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in adapter.items():
+            layer, side = adapted_layer(name)
+            sides.setdefault(f"{layer}.weight", {})[side] = tensor.float()
+        with torch.no_grad():
+            for name, side in sides.items():
+                own = self._own[name]
+                before = self._unadapted.setdefault(name, own.detach().clone())
+                change = (side["B"] @ side["A"]) * scaling
+                own.copy_(before.float() + (change.T if settings.get("fan_in_fan_out") else change))
 
     def _make_sequence(self, request: GenerateRequest) -> Sequence:
         params = request.sample_params

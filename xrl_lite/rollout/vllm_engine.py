@@ -18,8 +18,12 @@ import os
 import pickle
 import struct
 import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import anyio.to_thread
 
 from xrl_lite.errors import ConfigError, RolloutError, did_you_mean
 from xrl_lite.log import get_logger
@@ -27,6 +31,8 @@ from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from xrl_lite.algorithms.weights import WeightBucket
 
 logger = get_logger(__name__)
@@ -35,6 +41,9 @@ WORKER_EXTENSION = "xrl_lite.rollout.vllm_worker.WeightsExtension"
 CPU_CACHE_BYTES = 1 << 30
 """Keys and values on a CPU, where vLLM would take most of the machine's memory by itself."""
 EXIT_CODE = 70
+ADAPTER_ID = 1
+ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM makes room."""
 _SEED_STEP = 0x9E3779B97F4A7C15
 _UNUSABLE_ON_CPU = ("torchvision", "torchaudio", "torchcodec")
 
@@ -44,8 +53,10 @@ class VLLMReplica(RolloutReplica):
 
     Options (`RolloutConfig.engine_options`): every argument of vLLM's AsyncEngineArgs. By default log-probs are those
     of the distribution that was sampled from (`logprobs_mode="processed_logprobs"`), prefixes are cached, and on a CPU
-    nothing is compiled and keys and values get 1 GiB.
+    nothing is compiled and keys and values get 1 GiB. A LoRA adapter that is sent by itself is vLLM's to compute with.
     """
+
+    takes_adapters = True
 
     def __init__(self, *, config: RolloutConfig, model_path: str, replica: int) -> None:
         super().__init__(config=config, model_path=model_path, replica=replica)
@@ -67,6 +78,8 @@ class VLLMReplica(RolloutReplica):
         self._aborts: set[asyncio.Task[None]] = set()
         self._is_paused = False
         self._loading = False
+        self._adapter_request: Any = None
+        self._adapter_folder: tempfile.TemporaryDirectory[str] | None = None
 
     def admit(self, requests: list[GenerateRequest]) -> None:
         for request in requests:
@@ -108,16 +121,30 @@ class VLLMReplica(RolloutReplica):
         if self._sleep_mode:
             await self._llm.wake_up(tags)
 
-    async def load_tensors(self, bucket: WeightBucket, *, sampled: bool) -> dict[str, str]:
+    async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
         first, self._loading = not self._loading, True
-        found: list[dict[str, str]] = await self._llm.collective_rpc(
-            "xrl_load", args=(pickle.dumps(bucket), sampled, first)
-        )
+        found: list[dict[str, str]] = await self._llm.collective_rpc("xrl_load", args=(pickle.dumps(bucket), first))
         return found[0]
 
+    async def apply_adapter(self, adapter: dict[str, Tensor], settings: Mapping[str, Any]) -> None:
+        """Have vLLM load it; requests that were begun with the one from before go on with this one."""
+        from vllm.lora.request import LoRARequest
+
+        if self._adapter_request is None and self._tasks:  # vLLM cannot give a request an adapter later
+            await self._llm.abort(list(self._tasks))
+        # the folder stays until the next adapter: vLLM reads it again should it have dropped the adapter
+        before, self._adapter_folder = self._adapter_folder, tempfile.TemporaryDirectory(prefix="xrl-lite-adapter-")
+        path = self._adapter_folder.name
+        await anyio.to_thread.run_sync(_write_adapter, Path(path), adapter, settings)
+        await self._llm.add_lora(LoRARequest("policy", ADAPTER_ID, path, load_inplace=True))
+        self._adapter_request = LoRARequest("policy", ADAPTER_ID, path)
+        if before is not None:
+            before.cleanup()
+
     async def drop_caches(self) -> None:
-        self._loading = False
-        await self._llm.collective_rpc("xrl_finish")
+        if self._loading:
+            self._loading = False
+            await self._llm.collective_rpc("xrl_finish")
         # running requests are computed anew: their keys and values are those of the old weights
         if not await self._llm.reset_prefix_cache(reset_running_requests=True):
             raise RolloutError(f"rollout/{self.replica}: vLLM could not drop its prefix cache after new weights.")
@@ -132,7 +159,10 @@ class VLLMReplica(RolloutReplica):
         try:
             self._check(request)
             async for output in self._llm.generate(
-                {"prompt_token_ids": request.prompt_ids}, _sampling_params(request), request_id
+                {"prompt_token_ids": request.prompt_ids},
+                _sampling_params(request),
+                request_id,
+                lora_request=self._adapter_request,
             ):
                 self._extend(result, output.outputs[0])
                 self.advanced([request_id])
@@ -220,6 +250,14 @@ def _arguments(config: RolloutConfig, model_path: str, *, known: Any, on_cpu: bo
         "disable_log_stats": True,
         "seed": 0,
     }
+    if config.adapter_rank is not None:
+        larger = [rank for rank in ADAPTER_RANKS if rank >= config.adapter_rank]
+        if not larger:
+            raise ConfigError(
+                f"vLLM has LoRA up to rank {ADAPTER_RANKS[-1]}, engine.lora.rank is {config.adapter_rank}. Set "
+                f"rollout.adapter_sync=merged."
+            )
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": larger[0]}
     if on_cpu:
         # for a prompt that is computed in pieces vLLM rewinds the request's generator, and dies: on a CPU none can be
         arguments |= {
@@ -228,6 +266,14 @@ def _arguments(config: RolloutConfig, model_path: str, *, known: Any, on_cpu: bo
             "enable_chunked_prefill": False,
         }
     return {name: value for name, value in (arguments | config.engine_options).items() if value is not None}
+
+
+def _write_adapter(folder: Path, adapter: dict[str, Tensor], settings: Mapping[str, Any]) -> None:
+    """Write an adapter as peft does."""
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(dict(settings)), encoding="utf-8")
 
 
 def _set_environment(config: RolloutConfig) -> None:

@@ -21,7 +21,7 @@ class WeightsExtension:
         """Return where the weights are."""
         return devices_of(self.model_runner.get_model().parameters())
 
-    def xrl_load(self, pickled: bytes, sampled: bool, first: bool) -> dict[str, str]:
+    def xrl_load(self, pickled: bytes, first: bool) -> dict[str, str]:
         """Load the tensors of a bucket; return the checksums of what arrived.
 
         vLLM keeps weights fused and packed, so there is nothing to compare after loading; that log-probs agree with the
@@ -37,7 +37,7 @@ class WeightsExtension:
 
         def noted() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in bucket.tensors():
-                checksums[name] = tensor_checksum(tensor, sampled=sampled)
+                checksums[name] = tensor_checksum(tensor)
                 # a layer is loaded when all of its weights are there, which may be in a later bucket
                 yield name, tensor.clone()
 

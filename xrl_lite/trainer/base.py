@@ -38,6 +38,7 @@ from xrl_lite.log import get_logger
 from xrl_lite.metrics import MetricLoggers, shares, with_verl_names
 from xrl_lite.replay_buffer import PromptGroup
 from xrl_lite.trainer.advantages import AdvantageStep
+from xrl_lite.trainer.agreement import AgreementCheck
 from xrl_lite.trainer.baselines import greedy_rewards
 from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.prepare import prepare_train_data
@@ -97,6 +98,8 @@ class TrainerParts:
     """Runs after each checkpoint."""
     reporter: Reporter
     """Shows what happens."""
+    agreement: AgreementCheck | None = None
+    """Compares trainer and rollout engine after the first weight sync."""
     loggers: MetricLoggers = field(default_factory=lambda: MetricLoggers({}))
     """Take the metrics too."""
     health: Callable[[], dict[str, float]] = dict
@@ -194,6 +197,8 @@ class RLTrainer(ABC):
         # what was generated after the checkpoint is generated again, to the same bits
         await self.parts.replay_buffer.restore(self.global_step, keep_newer=False)
         await self.on_init_end()
+        if self.parts.agreement is not None:
+            self.parts.reporter.note(await self.parts.agreement.run())
         if self._evaluation_due or (self.global_step == 0 and self.settings.evaluation.at_start):
             await self._evaluate()
         self.stop.cancel = None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
@@ -23,6 +24,8 @@ class LocalWeights:
     def __init__(self, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         self._weights = weights
         self._sender: WeightSender | None = None
+        self.peft_config: dict[str, Any] | None = None
+        """Settings of the adapter, where `weights` are those of one."""
         self.num_updates = 0
         """Stands for the trainer's optimizer updates; add to it where the weights are meant to have changed."""
 
@@ -30,10 +33,17 @@ class LocalWeights:
         """Take this end of a transport."""
         self._sender = sender
 
-    async def open_weights(self, version: int) -> WeightOffer:
-        """Begin a transfer."""
-        sender = self._attached()
-        return sender.open(iter(self._weights().items()), version=version, num_updates=self.num_updates)
+    async def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer:
+        """Begin a transfer; `adapters_only` where `weights` are those of an adapter."""
+        weights = iter(self._weights().items())
+        begin = partial(
+            self._attached().open,
+            weights,
+            version=version,
+            num_updates=self.num_updates,
+            adapter=self.peft_config if adapters_only else None,
+        )
+        return await anyio.to_thread.run_sync(begin)
 
     async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
         """Hand over a bucket."""

@@ -1,14 +1,21 @@
-"""Both ends of each transport: the sender in the training rank, the bucket in the replica. Loads torch."""
+"""Both ends of each transport: the sender in the training rank, the bucket in the replica. Loads torch.
+
+Weights come one by one, and where they are spread over ranks each is gathered as it comes. Shared memory and folder
+take them in this way, so the first rank holds no more than it has to; the other two keep them, since every bucket of
+theirs is made while replicas take it.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,32 +30,56 @@ from xrl_lite.algorithms.weights import (
 )
 
 _ALIGN = 64
+_MAX_WRITE_BYTES = 1 << 30
 
 Parameters = list[tuple[str, Tensor]]
+T = TypeVar("T")
 
 
-def offer_of(
-    parameters: Parameters, *, version: int, num_updates: int, num_buckets: int, buckets: tuple[WeightBucket, ...] = ()
-) -> WeightOffer:
-    """Describe weights, with their checksums."""
-    manifest = WeightManifest(
-        version=version, tensors=tuple(spec_of(name, tensor) for name, tensor in parameters), num_updates=num_updates
-    )
-    checksums = {name: tensor_checksum(tensor, sampled=manifest.sampled) for name, tensor in parameters}
-    return WeightOffer(manifest=manifest, checksums=checksums, num_buckets=num_buckets, buckets=buckets)
+class Inventory:
+    """What a transfer brings, noted as it comes.
+
+    Args:
+        version: Policy version.
+        num_updates: Optimizer updates made so far.
+        adapter: Settings of the adapter that is sent, if it is one.
+    """
+
+    def __init__(self, *, version: int, num_updates: int, adapter: Mapping[str, Any] | None) -> None:
+        self._of_all = {"version": version, "num_updates": num_updates, "adapter": adapter}
+        self.specs: list[TensorSpec] = []
+        self._checksums: dict[str, str] = {}
+
+    def note(self, name: str, tensor: Tensor) -> TensorSpec:
+        """Add a tensor."""
+        spec = spec_of(name, tensor)
+        self.specs.append(spec)
+        self._checksums[name] = tensor_checksum(tensor)
+        return spec
+
+    def offer(self, *, num_buckets: int, buckets: tuple[WeightBucket, ...] = ()) -> WeightOffer:
+        """Describe all of it."""
+        manifest = WeightManifest(tensors=tuple(self.specs), **self._of_all)
+        return WeightOffer(manifest=manifest, checksums=self._checksums, num_buckets=num_buckets, buckets=buckets)
 
 
-def fill_buckets(parameters: Parameters, bucket_bytes: int) -> list[Parameters]:
-    """Split into runs of at most `bucket_bytes`; a larger tensor gets a bucket of its own."""
-    buckets: list[Parameters] = []
+def in_runs(items: Iterable[T], size_of: Callable[[T], int], max_bytes: int) -> Iterator[list[T]]:
+    """Yield runs of at most `max_bytes`, one at a time; a larger item is a run of its own."""
+    run: list[T] = []
     size = 0
-    for name, tensor in parameters:
-        if not buckets or size + tensor.nbytes > bucket_bytes:
-            buckets.append([])
-            size = 0
-        buckets[-1].append((name, tensor))
-        size += tensor.nbytes
-    return buckets
+    for item in items:
+        if run and size + size_of(item) > max_bytes:
+            yield run
+            run, size = [], 0
+        run.append(item)
+        size += size_of(item)
+    if run:
+        yield run
+
+
+def in_buckets(parameters: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[Parameters]:
+    """Yield runs of weights of at most `bucket_bytes`."""
+    return in_runs(parameters, lambda parameter: parameter[1].nbytes, bucket_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +88,11 @@ class Place:
 
     spec: TensorSpec
     offset: int
+
+    @property
+    def end(self) -> int:
+        """Where the next tensor may lie."""
+        return self.offset + -(-self.spec.size_bytes // _ALIGN) * _ALIGN
 
     def of(self, memory: Tensor) -> Tensor:
         """Return the tensor as a view of the bytes (N,) uint8."""
@@ -70,7 +106,7 @@ def places_of(specs: Sequence[TensorSpec]) -> tuple[list[Place], int]:
     end = 0
     for spec in specs:
         places.append(Place(spec, end))
-        end += -(-spec.size_bytes // _ALIGN) * _ALIGN
+        end = places[-1].end
     return places, max(end, _ALIGN)
 
 
@@ -82,52 +118,85 @@ class SharedMemoryBucket:
     """All tensors, in a segment that the driver holds."""
 
     path: str
+    inode: int
     size_bytes: int
     places: list[Place]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        fd = os.open(self.path, os.O_RDONLY)
-        try:
-            # a private mapping: torch wants memory that it could write to
-            memory = mmap.mmap(fd, self.size_bytes, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(fd)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        whole = map_readable(self.path, self.inode, self.size_bytes)
         for place in self.places:
             yield place.spec.name, place.of(whole)
 
 
+@lru_cache(maxsize=1)
+def map_readable(path: str, inode: int, size_bytes: int) -> Tensor:
+    """Map a segment, (N,) uint8; whoever writes to it dies.
+
+    The mapping is kept from one transfer to the next: to make it takes as long as to copy what is in it.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        memory = mmap.mmap(fd, size_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class SharedMemorySender:
-    """Writes all weights into the driver's segment, which keeps its pages from one transfer to the next."""
+    """Writes weights into the driver's segment, which keeps its pages from one transfer to the next."""
 
     def __init__(self, path: str) -> None:
         self._path = path
-        self._memory: Tensor | None = None
+        self._inode = 0
+        self._places: list[Place] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def open(self, parameters: Iterator[tuple[str, Tensor]], *, version: int, num_updates: int) -> WeightOffer:
-        weights = list(parameters)
-        offer = offer_of(weights, version=version, num_updates=num_updates, num_buckets=1)
-        self._places, size_bytes = places_of(offer.manifest.tensors)
-        if self._memory is None or len(self._memory) != size_bytes:
-            self._memory = self._map(size_bytes)
-        for (_, tensor), place in zip(weights, self._places, strict=True):
-            place.of(self._memory).copy_(tensor.detach())
-        return offer
+    def open(
+        self,
+        parameters: Iterator[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_updates: int,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> WeightOffer:
+        inventory = Inventory(version=version, num_updates=num_updates, adapter=adapter)
+        self._places, end = [], 0
+        fd = os.open(self._path, os.O_RDWR)
+        try:
+            for name, tensor in parameters:
+                place = Place(inventory.note(name, tensor), end)
+                self._write(fd, place, tensor.detach())
+                self._places.append(place)
+                end = place.end
+            if end != len(self._memory):
+                self._map(fd, max(end, _ALIGN))
+        finally:
+            os.close(fd)
+        return inventory.offer(num_buckets=1)
 
     def send(self, number: int, num_receivers: int) -> SharedMemoryBucket:
-        assert self._memory is not None, "open comes first"
-        return SharedMemoryBucket(self._path, len(self._memory), self._places)
+        return SharedMemoryBucket(self._path, self._inode, len(self._memory), self._places)
 
     def close(self) -> None:
         """Keep what was written: a replica that is started later reads it."""
 
-    def _map(self, size_bytes: int) -> Tensor:
-        fd = os.open(self._path, os.O_RDWR)
-        try:
-            os.ftruncate(fd, size_bytes)
-            return torch.frombuffer(mmap.mmap(fd, size_bytes), dtype=torch.uint8)
-        finally:
-            os.close(fd)
+    def _write(self, fd: int, place: Place, tensor: Tensor) -> None:
+        if place.end <= len(self._memory):
+            place.of(self._memory).copy_(tensor)
+            return
+        # how much there will be is not known yet; fresh memory is filled twice as fast in this way than by page faults
+        rest = memoryview(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy())
+        done = 0
+        while done < len(rest):
+            done += os.pwrite(fd, rest[done : done + _MAX_WRITE_BYTES], place.offset + done)
+
+    def _map(self, fd: int, size_bytes: int) -> None:
+        os.ftruncate(fd, size_bytes)
+        self._inode = os.fstat(fd).st_ino
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        self._memory = torch.frombuffer(mmap.mmap(fd, size_bytes, flags=flags), dtype=torch.uint8)
 
 
 # --- folder
@@ -154,26 +223,35 @@ class FolderSender:
     def __init__(self, folder: str, *, bucket_bytes: int) -> None:
         self._folder = Path(folder)
         self._bucket_bytes = bucket_bytes
-        self._buckets: list[Parameters] = []
-        self._version = 0
+        self._files: list[str] = []
 
-    def open(self, parameters: Iterator[tuple[str, Tensor]], *, version: int, num_updates: int) -> WeightOffer:
-        weights = list(parameters)
-        for old in self._folder.glob("*.safetensors"):
-            old.unlink()
-        self._version = version
-        self._buckets = fill_buckets(weights, self._bucket_bytes)
-        return offer_of(weights, version=version, num_updates=num_updates, num_buckets=len(self._buckets))
-
-    def send(self, number: int, num_receivers: int) -> FolderBucket:
+    def open(
+        self,
+        parameters: Iterator[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_updates: int,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> WeightOffer:
         from safetensors.torch import save_file
 
-        path = self._folder / f"version_{self._version}_{number}.safetensors"
-        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in self._buckets[number]}, path)
-        return FolderBucket(str(path))
+        for old in self._folder.glob("*.safetensors"):
+            old.unlink()
+        inventory = Inventory(version=version, num_updates=num_updates, adapter=adapter)
+        self._files = []
+        for number, bucket in enumerate(in_buckets(parameters, self._bucket_bytes)):
+            for name, tensor in bucket:
+                inventory.note(name, tensor)
+            path = self._folder / f"version_{version}_{number}.safetensors"
+            save_file({name: tensor.detach().contiguous().cpu() for name, tensor in bucket}, path)
+            self._files.append(str(path))
+        return inventory.offer(num_buckets=len(self._files))
+
+    def send(self, number: int, num_receivers: int) -> FolderBucket:
+        return FolderBucket(self._files[number])
 
     def close(self) -> None:
-        self._buckets = []
+        """Keep what was written: a replica that is started later reads it."""
 
 
 # --- CUDA IPC
@@ -205,12 +283,19 @@ class CudaIpcSender:
         self._buckets: list[Parameters] = []
         self._buffer: Tensor | None = None
 
-    def open(self, parameters: Iterator[tuple[str, Tensor]], *, version: int, num_updates: int) -> WeightOffer:
-        weights = list(parameters)
-        self._buckets = fill_buckets(weights, self._bucket_bytes)
+    def open(
+        self,
+        parameters: Iterator[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_updates: int,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> WeightOffer:
+        inventory = Inventory(version=version, num_updates=num_updates, adapter=adapter)
+        self._buckets = list(in_buckets(_noted(parameters, inventory), self._bucket_bytes))
         size = max(places_of([spec_of(*item) for item in bucket])[1] for bucket in self._buckets)
-        self._buffer = torch.empty(size, dtype=torch.uint8, device=weights[0][1].device)
-        return offer_of(weights, version=version, num_updates=num_updates, num_buckets=len(self._buckets))
+        self._buffer = torch.empty(size, dtype=torch.uint8, device="cuda")
+        return inventory.offer(num_buckets=len(self._buckets))
 
     def send(self, number: int, num_receivers: int) -> CudaIpcBucket:
         from torch.multiprocessing.reductions import reduce_tensor
@@ -253,7 +338,7 @@ class BroadcastBucket:
             self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s)
         )
         group = make_group(store, self.rank, self.size, self.device, self.timeout_s)
-        for run in runs_of(self.specs, self.bucket_bytes):
+        for run in _runs_of(self.specs, self.bucket_bytes):
             places, size = places_of(run)
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
             broadcast(group, memory)
@@ -267,50 +352,55 @@ class ProcessGroupSender:
     def __init__(self, *, bucket_bytes: int, timeout_s: float) -> None:
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        self._weights: Parameters = []
+        self._weights: dict[str, Tensor] = {}
         self._store: Any = None
 
-    def open(self, parameters: Iterator[tuple[str, Tensor]], *, version: int, num_updates: int) -> WeightOffer:
-        self._weights = list(parameters)
+    def open(
+        self,
+        parameters: Iterator[tuple[str, Tensor]],
+        *,
+        version: int,
+        num_updates: int,
+        adapter: Mapping[str, Any] | None = None,
+    ) -> WeightOffer:
+        inventory = Inventory(version=version, num_updates=num_updates, adapter=adapter)
+        self._weights = dict(_noted(parameters, inventory))
         self._store = torch.distributed.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=self._timeout_s)
         )
-        bucket = BroadcastBucket(
+        self._bucket = BroadcastBucket(
             host="127.0.0.1",
             port=self._store.port,
-            specs=tuple(spec_of(*item) for item in self._weights),
+            specs=tuple(inventory.specs),
             bucket_bytes=self._bucket_bytes,
             timeout_s=self._timeout_s,
-            device=self._weights[0][1].device.type,
+            device="cuda" if torch.cuda.is_available() else "cpu",
         )
-        return offer_of(self._weights, version=version, num_updates=num_updates, num_buckets=1, buckets=(bucket,))
+        return inventory.offer(num_buckets=1, buckets=(self._bucket,))
 
     def send(self, number: int, num_receivers: int) -> None:  # type: ignore[override] - replicas have the bucket
-        device = self._weights[0][1].device
-        group = make_group(self._store, 0, num_receivers + 1, device.type, self._timeout_s)
-        tensors = dict(self._weights)
-        for run in runs_of([spec_of(*item) for item in self._weights], self._bucket_bytes):
+        device = self._bucket.device
+        group = make_group(self._store, 0, num_receivers + 1, device, self._timeout_s)
+        for run in _runs_of(self._bucket.specs, self._bucket_bytes):
             places, size = places_of(run)
             memory = torch.empty(size, dtype=torch.uint8, device=device)
             for place in places:
-                place.of(memory).copy_(tensors[place.spec.name].detach())
+                place.of(memory).copy_(self._weights[place.spec.name].detach())
             broadcast(group, memory)
 
     def close(self) -> None:
-        self._weights, self._store = [], None
+        self._weights, self._store = {}, None
 
 
-def runs_of(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Split into runs of at most `bucket_bytes`; both ends do, so they agree."""
-    runs: list[list[TensorSpec]] = []
-    size = 0
-    for spec in specs:
-        if not runs or size + spec.size_bytes > bucket_bytes:
-            runs.append([])
-            size = 0
-        runs[-1].append(spec)
-        size += spec.size_bytes
-    return runs
+def _noted(parameters: Iterable[tuple[str, Tensor]], inventory: Inventory) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in parameters:
+        inventory.note(name, tensor)
+        yield name, tensor
+
+
+def _runs_of(specs: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Split into runs; both ends do, so they agree."""
+    return in_runs(specs, lambda spec: spec.size_bytes, bucket_bytes)
 
 
 def make_group(store: Any, rank: int, size: int, device: str, timeout_s: float) -> Any:

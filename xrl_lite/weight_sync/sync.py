@@ -42,8 +42,8 @@ class WeightSource(Protocol):
         """Take the trainer's end of the transport; replaces the one from before."""
         ...
 
-    async def open_weights(self, version: int) -> WeightOffer:
-        """Begin a transfer of the present weights."""
+    async def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer:
+        """Begin a transfer of the present weights, or of those of the LoRA adapter alone."""
         ...
 
     async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
@@ -135,6 +135,7 @@ class WeightSync:
         targets: Take them.
         gate: Holds generation meanwhile.
         transport: The way.
+        adapters_only: Bring the LoRA adapter alone; the targets have the model that it was made for.
         max_unchanged: After so many syncs in a row that changed nothing although the optimizer moved, it warns.
     """
 
@@ -145,12 +146,14 @@ class WeightSync:
         targets: Sequence[WeightTarget],
         gate: GenerationGate,
         transport: Transport,
+        adapters_only: bool = False,
         max_unchanged: int = 3,
     ) -> None:
         self._source = source
         self._targets = targets
         self._gate = gate
         self._transport = transport
+        self._adapters_only = adapters_only
         self._max_unchanged = max_unchanged
         self._attached = False
         self._lock = anyio.Lock()
@@ -238,7 +241,7 @@ class WeightSync:
             await self._source.attach_weights(self._transport.sender())
             self._attached = True
         self._buckets, self._kept = [], False
-        return await self._source.open_weights(version)
+        return await self._source.open_weights(version, adapters_only=self._adapters_only)
 
     async def _transfer(self, offer: WeightOffer) -> None:
         targets = [target for target in self._targets if target.is_live]
