@@ -59,17 +59,14 @@ from xrl_lite.trainer.checkpoint import (
     require_complete,
 )
 from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
+from xrl_lite.trainer.modes import trainer_class
 from xrl_lite.trainer.report import ConsoleReporter, QuietReporter, Reporter
 from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
-from xrl_lite.trainer.sync import SyncTrainer
 from xrl_lite.weight_sync import WeightSync, choose_transport, make_transport
 
 RARE_COLLECTIONS = (20_000, 10, 10)
 """Thresholds of the garbage collector in the driver: with the usual ones it takes a fifth of the time of judging."""
-
-TRAINERS: dict[str, type[RLTrainer]] = {"sync": SyncTrainer}
-"""Trainer modes."""
 
 T = TypeVar("T")
 
@@ -168,6 +165,7 @@ async def open_trainer(
         parts = TrainerParts(
             engine=engine,
             weight_sync=weight_sync,
+            rollout=rollout,
             manager=evaluating,
             producer=producer,
             replay_buffer=replay_buffer,
@@ -179,7 +177,7 @@ async def open_trainer(
             callback=callback,
             reporter=reporter,
             loggers=loggers,
-            health=lambda: actor_metrics(system.statistics()) | lag.metrics(),
+            health=lambda: actor_metrics(system.statistics()) | rollout.metrics() | lag.metrics(),
         )
         settings = TrainerSettings(
             trainer=config.trainer,
@@ -187,9 +185,10 @@ async def open_trainer(
             checkpoint=config.checkpoint,
             report=config.report,
             algorithm=config.resolved_algorithm,
+            sleep_level=config.rollout.sleep_level,
             max_tokens=config.engine.max_tokens_per_micro_batch,
         )
-        yield TRAINERS[config.trainer.mode](parts, settings, stop)
+        yield trainer_class(config.trainer.mode)(parts, settings, stop)
 
 
 async def evaluate(
@@ -447,7 +446,8 @@ def build_buffer(config: RunConfig, folder: RunFolder) -> ReplayBuffer:
     limit = trainer.max_failed_groups
     return build_replay_buffer(
         config.replay_buffer,
-        trainer_mode=trainer.mode,
+        trainer_mode=trainer.layout,
+        trainer_config=trainer,
         store=SQLiteStore(folder.path / BUFFER, compression_level=storage.compression_level)
         if storage.durable
         else MemoryStore(),
@@ -528,7 +528,14 @@ def build_producer(
         backoff_s=settings.backoff_s,
         max_backoff_s=settings.max_backoff_s,
     )
-    return Producer(tasks, manager=manager, replay_buffer=replay_buffer, limits=limits)
+    return Producer(
+        tasks,
+        manager=manager,
+        replay_buffer=replay_buffer,
+        limits=limits,
+        sync_weights_interval=config.trainer.sync_weights_interval,
+        num_warmup_batches=config.trainer.num_warmup_batches,
+    )
 
 
 def build_evaluator(

@@ -1,11 +1,15 @@
-"""What orchestration costs: the replay buffer with its file, and the driver per trajectory.
+"""What orchestration costs, and what generating beside training gains.
 
-    python examples/benchmarks/trainers.py                        # everything
+    python examples/benchmarks/trainers.py                        # everything but the real runs
     python examples/benchmarks/trainers.py buffer                 # insert and sample, in memory and on the disk
     python examples/benchmarks/trainers.py driver                 # CPU of the driver per trajectory, nothing generated
-    python examples/benchmarks/trainers.py buffer --trajectories 20000
+    python examples/benchmarks/trainers.py overlap                # modes in simulated time: how near to the bound
+    python examples/benchmarks/trainers.py schedules              # staleness over random schedules, in simulated time
+    python examples/benchmarks/trainers.py quickstart --seeds 3   # real runs: separate_async beside sync, two processes
+    python examples/benchmarks/trainers.py kills                  # real kills: 20 a mode, what was lost or doubled
 
-The machine may be busy, so times are given as wall time and as CPU time of the process.
+The machine may be busy, so times are given as wall time and as CPU time of the process; those of overlap and schedules
+are simulated, and the same everywhere. Real runs are compared within one call, taking turns.
 """
 
 from __future__ import annotations
@@ -17,13 +21,28 @@ import json
 import math
 import random
 import resource
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xrl_lite.agent_loop import AgentLoop, AgentLoopManager, ProduceLimits, Producer, ProducerTask
+import anyio
+
+from xrl_lite.actors import ActorSystem, VirtualClock
+from xrl_lite.agent_loop import (
+    AgentLoop,
+    AgentLoopManager,
+    AsyncProduceStrategyConfig,
+    ProduceLimits,
+    Producer,
+    ProducerTask,
+    ProduceStrategyConfig,
+    SingleTurnAgentLoopConfig,
+    SyncProduceStrategyConfig,
+)
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status, make_group
 from xrl_lite.replay_buffer import (
     MemoryStore,
@@ -37,6 +56,7 @@ from xrl_lite.replay_buffer import (
 PROMPT_TOKENS, RESPONSE_TOKENS = 512, 1536
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 32
+ROWS = [Row(index=n, prompt=[{"role": "user", "content": "x"}], ground_truth="1") for n in range(2_000)]
 WAITING_GROUPS = 64
 """Groups that are written at the same time, and wait to be trained on."""
 VOCABULARY = 150_000
@@ -44,23 +64,31 @@ VOCABULARY = 150_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("part", nargs="?", choices=["all", "buffer", "driver"], default="all", help="what to measure")
+    parser.add_argument("part", nargs="?", choices=["all", *PARTS, *REAL], default="all", help="what to measure")
     parser.add_argument("--trajectories", type=int, default=100_000)
-    parser.add_argument("--folder", type=Path, help="where the file is written; a temporary folder when not given")
+    parser.add_argument("--schedules", type=int, default=1_000, help="how many random schedules")
+    parser.add_argument("--seeds", type=int, default=3, help="real runs: seeds")
+    parser.add_argument("--steps", type=int, default=150, help="real runs: steps of each")
+    parser.add_argument("--folder", type=Path, help="where files are written; a temporary folder when not given")
     parser.add_argument("--json", type=Path, help="write the figures to this file too")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
-    if options.part != "driver":
-        figures["buffer in memory"] = measure_buffer(options.trajectories, None, level=0)
-        for level in (0, 1):
-            with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                figures[f"buffer on disk, compression {level}"] = measure_buffer(
-                    options.trajectories, Path(folder), level=level
-                )
-    if options.part != "buffer":
-        figures["driver"] = asyncio.run(measure_driver(min(options.trajectories, 20_000)))
+    for part, measure in (PARTS | REAL).items():
+        if options.part == part or (options.part == "all" and part in PARTS):
+            figures |= measure(options)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
+
+
+def measure_buffers(options: argparse.Namespace) -> dict[str, Any]:
+    """Buffers in memory and on the disk."""
+    figures = {"buffer in memory": measure_buffer(options.trajectories, None, level=0)}
+    for level in (0, 1):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            figures[f"buffer on disk, compression {level}"] = measure_buffer(
+                options.trajectories, Path(folder), level=level
+            )
+    return figures
 
 
 def measure_buffer(num_trajectories: int, folder: Path | None, *, level: int) -> dict[str, Any]:
@@ -161,7 +189,12 @@ class Instant(AgentLoop):
         return state
 
 
-async def measure_driver(num_trajectories: int) -> dict[str, Any]:
+def measure_driver(options: argparse.Namespace) -> dict[str, Any]:
+    """CPU of the driver."""
+    return {"driver": asyncio.run(drive(min(options.trajectories, 20_000)))}
+
+
+async def drive(num_trajectories: int) -> dict[str, Any]:
     """CPU of the whole process per trajectory: drawing, admitting, a task per attempt, the file, sampling."""
     rows = [Row(index=n, prompt=[{"role": "user", "content": "x"}], ground_truth="1") for n in range(1000)]
     figures: dict[str, Any] = {}
@@ -192,6 +225,317 @@ async def measure_driver(num_trajectories: int) -> dict[str, Any]:
     return figures
 
 
+# --- the modes in simulated time
+
+OVERLAP_STEPS = 60
+OVERLAP_GROUPS, OVERLAP_ATTEMPTS, OVERLAP_SLOTS = 16, 4, 64
+"""Groups of a step, attempts of a group, sequences that the replica generates at once."""
+
+
+def heavy_tailed_lengths(seed: int, count: int) -> list[int]:
+    """Lengths of responses in blocks of tokens: log-normal, median 8, a long tail that is cut at 96."""
+    draw = random.Random(seed)
+    return [max(1, min(96, round(draw.lognormvariate(math.log(8), 0.8)))) for _ in range(count)]
+
+
+class SimulatedEngine:
+    """A trainer that computes nothing: an update takes `train_s`. A source of weights of one number."""
+
+    def __init__(self, train_s: Callable[[], float]) -> None:
+        from xrl_lite.weight_sync import LocalWeights
+
+        self._train_s = train_s
+        self._weights = LocalWeights(self._present)
+        self.num_updates = 0
+        self.busy_s = 0.0
+        self.attach_weights = self._weights.attach_weights
+        self.open_weights = self._weights.open_weights
+        self.close_weights = self._weights.close_weights
+
+    def _present(self) -> dict[str, Any]:
+        import torch
+
+        return {"w": torch.full((1,), float(self.num_updates))}
+
+    async def send_weights(self, number: int, num_receivers: int) -> Any:
+        return self._weights._attached().send(number, num_receivers)  # here: a thread would not live in simulated time
+
+    async def measure(self, batch: Any, names: list[str]) -> dict[str, Any]:
+        return dict.fromkeys(names, batch.rollout_logprobs)
+
+    async def train_batch(self, batch: Any) -> dict[str, float]:
+        seconds = self._train_s()
+        await anyio.sleep(seconds)
+        self.busy_s += seconds
+        self.num_updates += 1
+        return {"loss": 0.0, "grad_norm": 1.0}
+
+    async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
+        folder.mkdir()  # noqa: ASYNC240 - a thread would not live in simulated time
+
+
+@dataclass(kw_only=True)
+class Simulation:
+    """A run in which nothing is computed."""
+
+    mode: str
+    strategy: ProduceStrategyConfig
+    engine: SimulatedEngine
+    lengths: list[int]
+    """Of the responses, drawn by their seeds."""
+    num_steps: int
+    groups_per_step: int
+    attempts: int
+    slots: int
+    """Attempts that are generated at the same time."""
+    interval: int = 1
+    stragglers: str = "wait"
+
+
+class Coin:
+    """A judger that likes every other attempt."""
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        assert isinstance(rollout_state.rollout_id, int)
+        rollout_state.reward = {"score": float(rollout_state.rollout_id % 2)}
+        return rollout_state
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        return [await self.judge(state) for state in rollout_states]
+
+    def statistics(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
+        return {}
+
+
+class SimulatedLoop(AgentLoop):
+    """Answers after a while, so many attempts at a time, with the weights of the moment at which it began."""
+
+    def __init__(self, lengths: list[int], slots: int) -> None:
+        super().__init__(None, None, sample_params=SampleParams())  # type: ignore[arg-type]
+        self._lengths = lengths
+        self._slots = anyio.Semaphore(slots)
+        self._running: list[tuple[RolloutState, anyio.CancelScope]] = []
+        self.policy_version = 0
+
+    async def generate_sample(self, rollout_state: RolloutState) -> RolloutState:
+        state, number = rollout_state, rollout_state.rollout_id
+        assert isinstance(number, int)
+        with anyio.CancelScope() as scope:
+            self._running.append((state, scope))
+            async with self._slots:
+                state.response_model_steps = [self.policy_version]
+                await anyio.sleep(self._lengths[number % len(self._lengths)])
+        self._running.remove((state, scope))
+        if scope.cancelled_caught:
+            state.status = Status.ABORTED
+            return state
+        state.response_ids, state.logprobs, state.response, state.response_mask = [7], [-0.5], "answer", [1]
+        state.status, state.reward, state.finish_reason = Status.COMPLETED, {"score": float(number % 2)}, "stop"
+        return state
+
+    async def abort_all(self) -> int:
+        for _, scope in self._running:
+            scope.cancel()
+        return len(self._running)
+
+    async def sync(self, version: int) -> None:
+        self.policy_version = version
+
+
+async def simulate_schedule(folder: Path, options: Simulation) -> list[dict[str, Any]]:
+    """Run a real trainer, producer and buffer over a loop that only takes time; return the lines of metrics."""
+    loop = SimulatedLoop(options.lengths, options.slots)
+    return await train(folder, options, loop, requests=loop, weight_sync=loop, rollout=None)
+
+
+async def simulate_system(system: ActorSystem, folder: Path, options: Simulation) -> list[dict[str, Any]]:
+    """The same with replicas of the scripted engine, their controller and weight syncs."""
+    from xrl_lite.rollout import RolloutConfig
+    from xrl_lite.rollout.controller import RolloutController
+    from xrl_lite.weight_sync import WeightSync, make_transport
+
+    rollout = RolloutController(
+        system,
+        config=RolloutConfig(
+            engine="fake",
+            engine_options={"responses": [[7] * length for length in options.lengths], "seconds_per_token": 1},
+            max_batch_size=options.slots,
+            partial_rollout=options.strategy.enable_partial_rollout,
+        ),
+        model_path="none",
+        decode=lambda ids, _: "answer",
+        seed=0,
+    )
+    weights = WeightSync(
+        source=options.engine,
+        targets=rollout.adapters,
+        gate=rollout,
+        transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=10.0),
+    )
+    loop = SingleTurnAgentLoopConfig(sample_params=SampleParams(max_tokens=1024)).build_local(rollout, Coin())
+    async with rollout:
+        records = await train(folder, options, loop, requests=rollout, weight_sync=weights, rollout=rollout)
+    weights.close()
+    return records
+
+
+async def train(
+    folder: Path, options: Simulation, loop: AgentLoop, *, requests: Any, weight_sync: Any, rollout: Any
+) -> list[dict[str, Any]]:
+    from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
+    from xrl_lite.trainer.base import TrainerParts, TrainerSettings
+    from xrl_lite.trainer.checkpoint import CheckpointCallback, CheckpointStore
+    from xrl_lite.trainer.modes import trainer_class
+    from xrl_lite.trainer.report import QuietReporter
+    from xrl_lite.trainer.run_folder import RunFolder
+    from xrl_lite.trainer.stop import StopRequest
+
+    run, mode = RunFolder(folder), options.mode
+    buffer = build_replay_buffer(ReplayBufferConfig(stragglers=options.stragglers), trainer_mode=mode)
+    partial = frozenset({"t"} if options.strategy.enable_partial_rollout else ())
+    manager = AgentLoopManager({"t": loop}, replay_buffer=buffer, requests=requests, partial_rollout=partial)
+    sampler = Sampler(ROWS, encode=lambda _: [1] * 8, group_size=options.attempts, task_name="t")
+    producer = Producer(
+        [ProducerTask(name="t", sampler=sampler, strategy=options.strategy)],
+        manager=manager,
+        replay_buffer=buffer,
+        limits=ProduceLimits(max_failed_groups=0),
+        sync_weights_interval=options.interval,
+    )
+    parts = TrainerParts(
+        engine=options.engine,  # type: ignore[arg-type]
+        weight_sync=weight_sync,
+        rollout=rollout,
+        manager=manager,
+        producer=producer,
+        replay_buffer=buffer,
+        evaluator=None,
+        judger=Coin(),
+        folder=run,
+        store=CheckpointStore(run.checkpoints, keep=1),
+        callback=CheckpointCallback(None),
+        reporter=QuietReporter(),
+    )
+    settings = TrainerSettings(
+        trainer=TrainerConfig(
+            mode=mode,
+            num_steps=options.num_steps,
+            groups_per_step=options.groups_per_step,
+            sync_weights_interval=options.interval,
+        ),
+        evaluation=EvaluationConfig(),
+        checkpoint=CheckpointConfig(export_hf=False),
+        report=ReportConfig(save_rollouts=False, completions_every=0),
+    )
+    await trainer_class(mode)(parts, settings, StopRequest()).fit()
+    records = [record for record in run.metrics() if "loss" in record]
+    run.close()
+    return records
+
+
+def measure_overlap(options: argparse.Namespace) -> dict[str, Any]:
+    """Simulated seconds of whole runs, beside the bound that no layout can beat: the longer of the two, always busy."""
+    lengths = heavy_tailed_lengths(0, 1009)
+    quantiles = statistics.quantiles(lengths, n=100)
+    batch_s = statistics.mean(lengths) * OVERLAP_GROUPS * OVERLAP_ATTEMPTS / OVERLAP_SLOTS  # by a full replica
+    figures: dict[str, Any] = {
+        "lengths, blocks": {
+            "mean": round(statistics.mean(lengths), 1),
+            **{f"p{q}": round(quantiles[q - 1], 1) for q in (10, 50, 90, 99)},
+            "max": max(lengths),
+        }
+    }
+    for share in (0.5, 1.0, 2.0):
+        name = f"training takes {share:g} of generation"
+        figures[name] = compare_modes(share * batch_s, lengths, options.folder)
+    show("overlap, simulated", figures)
+    return {"overlap, simulated": figures}
+
+
+def compare_modes(train_s: float, lengths: list[int], parent: Path | None) -> dict[str, Any]:
+    took: dict[str, float] = {}
+    bound = 0.0
+    for mode, strategy in OVERLAP_MODES.items():
+        simulation = Simulation(
+            mode=mode,
+            strategy=strategy,
+            engine=SimulatedEngine(lambda: train_s),
+            lengths=lengths,
+            num_steps=OVERLAP_STEPS,
+            groups_per_step=OVERLAP_GROUPS,
+            attempts=OVERLAP_ATTEMPTS,
+            slots=OVERLAP_SLOTS,
+        )
+        clock = VirtualClock()
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            records = clock.run(with_system(simulation, Path(folder), clock))
+        took[mode] = sum(record["time/step"] for record in records)
+        generation = sum(record["num_tokens"] for record in records) / OVERLAP_SLOTS
+        bound = max(generation, simulation.engine.busy_s)
+        assert max(record["off_policy/max"] for record in records) <= strategy.max_staleness
+    return {
+        "bound_s": round(bound),
+        **{f"{mode}_s": round(seconds) for mode, seconds in took.items()},
+        "separate_async, share of the bound": round(bound / took["separate_async"], 3),
+        "separate_async, times sync": round(took["sync"] / took["separate_async"], 2),
+    }
+
+
+async def with_system(simulation: Simulation, folder: Path, clock: VirtualClock) -> list[dict[str, Any]]:
+    async with ActorSystem(num_cpus=4, backend="inline", clock=clock) as system:
+        return await simulate_system(system, folder, simulation)
+
+
+OVERLAP_MODES: dict[str, ProduceStrategyConfig] = {
+    "sync": SyncProduceStrategyConfig(),
+    "colocate_async": AsyncProduceStrategyConfig(
+        max_staleness=3, enable_partial_rollout=True, over_sample_threshold=1.0
+    ),
+    "separate_async": AsyncProduceStrategyConfig(max_staleness=3, enable_partial_rollout=True),
+}
+
+
+def measure_schedules(options: argparse.Namespace) -> dict[str, Any]:
+    """Random sizes, speeds, bounds and intervals: is a sample ever older than allowed, is a group ever thrown away?"""
+    above: list[int] = []
+    discarded = 0
+    worst: dict[int, float] = {}
+    for seed in range(options.schedules):
+        simulation = random_simulation(random.Random(seed))
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            records = VirtualClock().run(simulate_schedule(Path(folder), simulation))
+        allowed = (simulation.strategy.max_staleness + 1) * simulation.interval - 1
+        oldest = max(record["off_policy/max"] for record in records)
+        worst[allowed] = max(worst.get(allowed, 0.0), oldest)
+        above += [seed] if oldest > allowed else []
+        discarded += sum(int(record["training/off_policy/evicted_samples"]) for record in records)
+    figure = {
+        "schedules": options.schedules,
+        "above the bound, seeds": above,
+        "groups discarded": discarded,
+        "worst staleness, by the bound": {str(bound): worst[bound] for bound in sorted(worst)},
+    }
+    show("staleness, simulated", figure)
+    return {"staleness, simulated": figure}
+
+
+def random_simulation(draw: random.Random) -> Simulation:
+    return Simulation(
+        mode="separate_async",
+        strategy=AsyncProduceStrategyConfig(
+            max_staleness=draw.choice((1, 1, 2, 4)), enable_partial_rollout=draw.random() < 0.7
+        ),
+        engine=SimulatedEngine(lambda: draw.lognormvariate(2, 1)),
+        lengths=[max(1, round(draw.lognormvariate(2, 1))) for _ in range(53)],
+        num_steps=draw.randint(6, 12),
+        groups_per_step=draw.choice((1, 2, 3)),
+        attempts=2,
+        slots=draw.choice((1, 4, 16)),
+        interval=draw.choice((1, 1, 2, 3)),
+        stragglers=draw.choice(("wait", "pass")),
+    )
+
+
 def cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -199,6 +543,15 @@ def cpu_s() -> float:
 
 def show(name: str, figure: Any) -> None:
     print(json.dumps({name: figure}, indent=2), flush=True)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "buffer": measure_buffers,
+    "driver": measure_driver,
+    "overlap": measure_overlap,
+    "schedules": measure_schedules,
+}
+REAL: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {}
 
 
 if __name__ == "__main__":

@@ -321,7 +321,7 @@ async def test_what_does_not_stop_in_time_is_cancelled_and_not_lost() -> None:
 
     producer = make_producer(Scripted(deaf), **over_sampling(1.0), pause_timeout_s=0.02, abort_interval_s=0.01)
     assert rows_of(await produce(producer, 1, step=1)) == [1]
-    assert producer.replay_buffer.status("t-0") is GroupStatus.PENDING
+    assert producer.replay_buffer.status("t-0") is GroupStatus.ABORTED
 
 
 async def test_should_continue_fn_decides_when_a_batch_is_enough() -> None:

@@ -478,6 +478,19 @@ async def test_a_replica_that_dies_or_hangs_in_a_sync_is_replaced_and_catches_up
             assert [state.response_model_steps for state in states] == [[2]] * 3
 
 
+async def test_the_successor_of_the_only_replica_is_waited_for_and_gets_the_new_weights(system: ActorSystem) -> None:
+    present = 1.0
+    async with make_controller(system) as controller:
+        await controller.ready()
+        sync = make_sync(controller, lambda: {name: tensor * present for name, tensor in WEIGHTS.items()})
+        await sync.sync(1)
+        present = 2.0  # the trainer has moved on: nobody has the weights of version 1 any more
+        controller._links[0].replica.kill()
+        assert (await sync.sync(2)).version == 2
+        state = await controller.generate(fresh())
+        assert state.response_model_steps == [2]
+
+
 async def test_an_engine_that_cannot_start_says_why(system: ActorSystem) -> None:
     async with make_controller(system, respnses=[]) as controller:
         with pytest.raises(

@@ -10,29 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests import fake_run
+from tests.fake_run import Callback, Engine, Judger, fit
 from xrl_lite.actors import ActorSystem
-from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, Producer, ProducerTask, SingleTurnAgentLoopConfig
-from xrl_lite.algorithms import AlgorithmConfig
-from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
+from xrl_lite.data import RolloutState
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
-from xrl_lite.replay_buffer import PromptGroup, ReplayBufferConfig, build_replay_buffer
-from xrl_lite.rollout import RolloutConfig
-from xrl_lite.rollout.controller import RolloutController
-from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
+from xrl_lite.replay_buffer import PromptGroup
 from xrl_lite.trainer.agreement import AgreementCheck
-from xrl_lite.trainer.base import RunSummary, TrainerParts, TrainerSettings
-from xrl_lite.trainer.checkpoint import CheckpointCallback, CheckpointStore, read_state
-from xrl_lite.trainer.evaluation import Evaluator
-from xrl_lite.trainer.report import ConsoleReporter
+from xrl_lite.trainer.base import RLTrainer
+from xrl_lite.trainer.checkpoint import read_state
+from xrl_lite.trainer.modes import trainer_class
 from xrl_lite.trainer.run_folder import RunFolder
-from xrl_lite.trainer.stop import StopRequest
 from xrl_lite.trainer.sync import SyncTrainer
-from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
 
-ROWS = [Row(index=n, prompt=[{"role": "user", "content": str(n + 1)}], ground_truth="A") for n in range(4)]
+MODES = ["sync", "colocate_async", "separate_async"]
 NINE = [
     "on_init_end",
     "on_validate_begin",
@@ -46,78 +39,10 @@ NINE = [
 ]
 
 
-class Engine(LocalWeights):
-    """Trains nothing, and writes down what it was asked."""
-
-    def __init__(self, **metrics: float) -> None:
-        super().__init__(lambda: {"w": torch.full((2,), float(len(self.batches)))})
-        self.metrics = metrics
-        self.batches: list[TrainBatch] = []
-        self.measured: list[list[str]] = []
-        self.loaded: Path | None = None
-
-    async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
-        self.measured.append(names)
-        return dict.fromkeys(names, batch.rollout_logprobs)
-
-    async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
-        self.batches.append(batch)
-        return {"loss": 0.0, "grad_norm": 1.0, "logprob_gap/mean": 0.0} | self.metrics
-
-    async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
-        folder.mkdir()
-        (folder / "weights").write_text("w")
-
-    async def load_checkpoint(self, folder: Path) -> None:
-        self.loaded = folder
-
-
-class Judger:
-    """Scores 1.0 for "A"."""
-
-    def __init__(self, *, blind: bool = False, broken_after: int | None = None) -> None:
-        self.blind = blind
-        self.left = broken_after
-
-    async def judge(self, rollout_state: RolloutState) -> RolloutState:
-        if self.left is not None:
-            self.left -= 1
-            if self.left < 0:
-                rollout_state.status = Status.FAILED
-                return rollout_state
-        rollout_state.reward = {"score": 0.5 if self.blind else float(rollout_state.response == "A")}
-        return rollout_state
-
-    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
-        return [await self.judge(state) for state in rollout_states]
-
-    def statistics(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
-        return {"a": {"ok": 1.0, "latency_p50": 0.5}}
-
-
-class Callback(CheckpointCallback):
-    """Writes down which steps were saved."""
-
-    def __init__(self) -> None:
-        super().__init__(None)
-        self.saved: list[int] = []
-
-    def on_save(
-        self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool = False, **kwargs: Any
-    ) -> None:
-        assert Path(checkpoint_dir).is_dir()
-        self.saved.append(global_step)
-
-
-class Recorded(SyncTrainer):
+class Recording(RLTrainer):
     """Writes down its hooks, and asks for a stop in a step if told to."""
 
     stop_in_step = 0
-    rollout: RolloutController
-
-    async def fit(self, checkpoint: Path | None = None) -> RunSummary:
-        async with self.rollout:
-            return await super().fit(checkpoint)
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -134,60 +59,15 @@ class Recorded(SyncTrainer):
         return await super().sample_batch(batch_size)
 
 
+def make_trainer(system: ActorSystem, folder: RunFolder, *, mode: str = "sync", **options: Any) -> Any:
+    cls = options.pop("cls", None) or type("Recorded", (Recording, trainer_class(mode)), {})
+    return fake_run.make_trainer(system, folder, mode=mode, cls=cls, **options)
+
+
 @pytest.fixture
 async def system() -> AsyncIterator[ActorSystem]:
     async with ActorSystem(num_cpus=4, backend="inline") as running:
         yield running
-
-
-def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
-    engine = options.pop("engine", None) or Engine()
-    judger = options.pop("judger", None) or Judger()
-    cls = options.pop("cls", Recorded)
-    config = RolloutConfig(engine="fake", engine_options={"responses": [[65], [66]]}, num_threads=1)
-    rollout = RolloutController(
-        system, config=config, model_path="none", decode=lambda ids, _: "".join(map(chr, ids)), seed=0
-    )
-
-    def encode(messages: list[dict[str, Any]]) -> list[int]:
-        return [int(messages[0]["content"])]
-
-    buffer = build_replay_buffer(ReplayBufferConfig(), max_failed_groups=0)
-    loops = {"task": SingleTurnAgentLoopConfig().build_local(rollout, judger)}
-    manager = AgentLoopManager(loops, replay_buffer=buffer)
-    task = ProducerTask(name="task", sampler=Sampler(ROWS, encode=encode, group_size=8, seed=0))
-    limits = ProduceLimits(max_failed_groups=0)
-    parts = TrainerParts(
-        engine=engine,
-        weight_sync=WeightSync(
-            source=engine,
-            targets=rollout.adapters,
-            gate=rollout,
-            transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=10.0),
-        ),
-        manager=manager,
-        producer=Producer([task], manager=manager, replay_buffer=buffer, limits=limits),
-        replay_buffer=buffer,
-        evaluator=Evaluator(
-            manager, rows=ROWS, encode=encode, sample_params={"greedy": SampleParams()}, success_score=0.5
-        ),
-        judger=judger,
-        folder=folder,
-        store=CheckpointStore(folder.checkpoints, keep=2),
-        callback=options.pop("callback", None) or Callback(),
-        reporter=ConsoleReporter(),
-    )
-    settings = TrainerSettings(
-        trainer=TrainerConfig(**{"num_steps": 4, "groups_per_step": 2, **options.pop("trainer", {})}),
-        evaluation=EvaluationConfig(**{"every_steps": 2, **options.pop("evaluation", {})}),
-        checkpoint=CheckpointConfig(**{"every_steps": 2, **options.pop("checkpoint", {})}),
-        report=ReportConfig(completions_every=2),
-        algorithm=AlgorithmConfig(**options.pop("algorithm", {})),
-    )
-    assert not options
-    trainer = cls(parts, settings, StopRequest())
-    trainer.rollout = rollout
-    return trainer
 
 
 @pytest.fixture
@@ -201,28 +81,53 @@ def steps_of(folder: RunFolder, name: str) -> list[int]:
     return [record["step"] for record in folder.metrics() if name in record]
 
 
-async def test_hooks_are_called_in_the_promised_order(system: ActorSystem, folder: RunFolder) -> None:
-    trainer = make_trainer(system, folder, trainer={"num_steps": 2})
-    await trainer.fit()
-    step = ["on_step_begin", "on_sample_begin", "on_sample_end", "on_step_end"]
-    validate = ["on_validate_begin", "on_validate_end"]
-    assert trainer.called == [
-        *["on_init_end", *validate, "on_train_begin"],
-        *[*step, *step, *validate],
-        "on_train_end",
-    ]
+class Noting(Callback):
+    """Writes down among the hooks when a checkpoint is made."""
+
+    def on_save(self, trainer: Any, global_step: int, *rest: Any, **kwargs: Any) -> None:
+        trainer.called.append("save")
+
+
+STEP = ["on_step_begin", "on_sample_begin", "on_sample_end", "on_step_end"]
+VALIDATE = ["on_validate_begin", "on_validate_end"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("every", "steps"),
+    [
+        pytest.param((2, 2), [*STEP, *STEP, *VALIDATE, "save"], id="both on the last step"),
+        pytest.param((1, 1), [*STEP, *VALIDATE, "save", *STEP, *VALIDATE, "save"], id="both on each step"),
+        pytest.param((0, 1), [*STEP, "save", *STEP, *VALIDATE, "save"], id="validation at the end"),
+        pytest.param((1, 0), [*STEP, *VALIDATE, *STEP, *VALIDATE, "save"], id="save at the end"),
+    ],
+)
+async def test_hooks_are_called_in_the_promised_order(
+    mode: str, every: tuple[int, int], steps: list[str], system: ActorSystem, folder: RunFolder
+) -> None:
+    trainer = make_trainer(
+        system,
+        folder,
+        mode=mode,
+        trainer={"num_steps": 2},
+        evaluation={"every_steps": every[0]},
+        checkpoint={"every_steps": every[1]},
+        callback=Noting(),
+    )
+    await fit(trainer)
+    assert trainer.called == ["on_init_end", *VALIDATE, "on_train_begin", *steps, "on_train_end"]
 
 
 async def test_every_save_is_reported_once_with_its_folder(system: ActorSystem, folder: RunFolder) -> None:
     callback = Callback()
-    summary = await make_trainer(system, folder, callback=callback).fit()
+    summary = await fit(make_trainer(system, folder, callback=callback))
     assert callback.saved == [2, 4]
     assert (summary.last_step, summary.stopped) == (4, False)
     assert summary.checkpoint == folder.checkpoints / "step_000004"
 
 
 async def test_what_is_evaluated_and_saved_at_which_step(system: ActorSystem, folder: RunFolder) -> None:
-    await make_trainer(system, folder, trainer={"num_steps": 3}).fit()
+    await fit(make_trainer(system, folder, trainer={"num_steps": 3}))
     assert steps_of(folder, "loss") == [1, 2, 3]
     assert steps_of(folder, "eval/greedy/accuracy") == [0, 2, 3]
     assert [path.name for path in sorted(folder.checkpoints.iterdir())] == ["step_000002", "step_000003"]
@@ -233,14 +138,14 @@ async def test_a_stop_ends_after_the_step_and_its_evaluation_is_made_up_for(
 ) -> None:
     trainer = make_trainer(system, folder)
     trainer.stop_in_step = 2
-    summary = await trainer.fit()
+    summary = await fit(trainer)
     assert (summary.last_step, summary.stopped) == (2, True)
     assert steps_of(folder, "eval/greedy/accuracy") == [0]
     assert summary.checkpoint is not None
     assert read_state(summary.checkpoint)["evaluation_due"]
 
     engine = Engine()
-    await make_trainer(system, folder, engine=engine).fit(summary.checkpoint)
+    await fit(make_trainer(system, folder, engine=engine), summary.checkpoint)
     assert engine.loaded == summary.checkpoint / "engine"
     assert steps_of(folder, "loss") == [1, 2, 3, 4]
     assert steps_of(folder, "eval/greedy/accuracy") == [0, 2, 4]
@@ -249,9 +154,9 @@ async def test_a_stop_ends_after_the_step_and_its_evaluation_is_made_up_for(
 async def test_going_back_to_an_earlier_checkpoint_drops_what_came_after_it(
     system: ActorSystem, folder: RunFolder
 ) -> None:
-    await make_trainer(system, folder).fit()
+    await fit(make_trainer(system, folder))
     again = make_trainer(system, folder, trainer={"num_steps": 3})
-    summary = await again.fit(folder.checkpoints / "step_000002")
+    summary = await fit(again, folder.checkpoints / "step_000002")
     assert steps_of(folder, "loss") == [1, 2, 3]
     assert summary.checkpoint == folder.checkpoints / "step_000003"
     assert not (folder.checkpoints / "step_000004").exists()
@@ -261,12 +166,12 @@ async def test_no_signal_for_long_stops_with_a_checkpoint(system: ActorSystem, f
     limits = {"num_steps": 50, "max_steps_without_signal": 3}
     trainer = make_trainer(system, folder, judger=Judger(blind=True), trainer=limits, checkpoint={"every_steps": 0})
     with pytest.raises(RunError, match=r"No group had two different rewards for 3 steps.*reward 0.500"):
-        await trainer.fit()
+        await fit(trainer)
     assert (folder.checkpoints / "step_000003").is_dir()
     assert trainer.called[-1] == "on_train_end"
 
 
-class Masking(Recorded):
+class Masking(Recording, SyncTrainer):
     """Leaves nothing to train on in some steps."""
 
     masked_steps: tuple[int, ...] = ()
@@ -284,7 +189,7 @@ async def test_a_step_with_nothing_to_train_on_is_skipped_and_said(
     engine = Engine()
     trainer = make_trainer(system, folder, engine=engine, cls=Masking)
     trainer.masked_steps = (2,)
-    await trainer.fit()
+    await fit(trainer)
     assert "step 2 is skipped: none of its 16 scored attempts has a token to train on" in capsys.readouterr().out
     assert steps_of(folder, "skipped_step") == [2]
     assert [batch.num_trained_tokens > 0 for batch in engine.batches] == [True, False, True, True]
@@ -297,7 +202,7 @@ async def test_steps_in_a_row_with_nothing_to_train_on_stop_with_a_checkpoint(
     trainer = make_trainer(system, folder, trainer=limits, checkpoint={"every_steps": 0}, cls=Masking)
     trainer.masked_steps = (2, 4, 5)
     with pytest.raises(RunError, match="no token to train on for 2 steps in a row"):
-        await trainer.fit()
+        await fit(trainer)
     assert (folder.checkpoints / "step_000005").is_dir()
 
 
@@ -308,7 +213,7 @@ async def test_greedy_responses_are_the_baselines_of_remax(system: ActorSystem, 
     trainer = make_trainer(
         system, folder, engine=engine, judger=judger, trainer={"num_steps": 1}, algorithm={"advantage": "remax"}
     )
-    await trainer.fit()
+    await fit(trainer)
     (batch,) = engine.batches
     assert batch.reward_baselines is not None
     assert batch.rewards is not None
@@ -324,20 +229,20 @@ async def test_what_an_algorithm_needs_is_measured_once_and_its_state_is_saved(
 ) -> None:
     algorithm = {"use_kl_in_reward": True, "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 100}}
     engine = Engine()
-    summary = await make_trainer(system, folder, engine=engine, algorithm=algorithm).fit()
+    summary = await fit(make_trainer(system, folder, engine=engine, algorithm=algorithm))
     assert engine.measured == [["old_logprobs", "ref_logprobs"]] * 4
     assert summary.checkpoint is not None
     coefficient = read_state(summary.checkpoint)["algorithm"]["kl_coef"]
     assert coefficient == pytest.approx(0.1 * (1 - 0.2 * 16 / 100) ** 4)
     again = make_trainer(system, folder, algorithm=algorithm, trainer={"num_steps": 5})
-    await again.fit(summary.checkpoint)
+    await fit(again, summary.checkpoint)
     assert [r["reward_kl_penalty_coeff"] for r in folder.metrics() if r["step"] == 5 and "loss" in r] == [coefficient]
 
 
 async def test_a_gap_that_is_wide_is_warned_of_once(
     system: ActorSystem, folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await make_trainer(system, folder, engine=Engine(**{"logprob_gap/mean": 0.2})).fit()
+    await fit(make_trainer(system, folder, engine=Engine(**{"logprob_gap/mean": 0.2})))
     warnings = [record.getMessage() for record in caplog.records if "warn_logprob_gap" in record.getMessage()]
     assert len(warnings) == 1
     assert "by 0.2000 nats on average, more than warn_logprob_gap=0.05" in warnings[0]
@@ -347,7 +252,7 @@ async def test_a_gap_that_is_wide_is_warned_of_once(
 async def test_a_gap_between_trainer_and_engine_stops(gap: float, system: ActorSystem, folder: RunFolder) -> None:
     trainer = make_trainer(system, folder, engine=Engine(**{"logprob_gap/mean": gap}))
     with pytest.raises(RunError, match="disagree about the same tokens"):
-        await trainer.fit()
+        await fit(trainer)
 
 
 @pytest.mark.parametrize(("off", "dtype"), [(0.01, "float32"), (math.nan, "bfloat16")])
@@ -370,26 +275,26 @@ async def test_other_logprobs_after_the_first_sync_stop_with_the_usual_causes(
     wanted = f"differ by {off:.3g} nats on average; with engine.dtype={dtype} at most .*a tied output head"
     engine = Off()
     with pytest.raises(RunError, match=wanted):
-        await checked(engine).fit()
+        await fit(checked(engine))
     assert not engine.batches
-    assert (await checked(Engine()).fit()).last_step == 4
+    assert (await fit(checked(Engine()))).last_step == 4
 
 
 async def test_gradients_that_stay_broken_stop(system: ActorSystem, folder: RunFolder) -> None:
     trainer = make_trainer(system, folder, engine=Engine(grad_norm=float("inf")), trainer={"num_steps": 9})
     with pytest.raises(RunError, match="not finite for 5 steps in a row"):
-        await trainer.fit()
+        await fit(trainer)
 
 
 async def test_replicas_hold_the_weights_of_the_step_before(system: ActorSystem, folder: RunFolder) -> None:
-    await make_trainer(system, folder, trainer={"num_steps": 3}).fit()
+    await fit(make_trainer(system, folder, trainer={"num_steps": 3}))
     for step in (1, 2, 3):
         lines = (folder.path / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
         assert {tuple(json.loads(line)["policy_versions"]) for line in lines} == {(step - 1,)}
 
 
 async def test_times_and_counts_of_judgers_are_metrics(system: ActorSystem, folder: RunFolder) -> None:
-    await make_trainer(system, folder).fit()
+    await fit(make_trainer(system, folder))
     record = next(record for record in folder.metrics() if "loss" in record)
     assert record["judger/a/ok"] == 1.0
     assert record["time/judger/a/latency_p50"] == 0.5
@@ -401,7 +306,7 @@ async def test_a_person_sees_steps_completions_and_the_curve(
     system: ActorSystem, folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make_trainer(system, folder)
-    await trainer.fit()
+    await fit(trainer)
     trainer.parts.reporter.summary(list(folder.metrics()), folder.path)
     shown = capsys.readouterr().out
     assert "step 1/4  reward 0." in shown

@@ -165,6 +165,29 @@ def test_a_killed_run_leaves_nothing_and_ends_as_if_never_stopped(
     assert trained_steps(tmp_path) == never_stopped
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_whatever_process_is_killed_every_prompt_is_trained_once(
+    mode: str, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    changes: dict[str, object] = {"trainer.mode": mode, "evaluation": {}, "checkpoint": {"every_steps": 4}}
+    if mode != "sync":
+        changes["task.produce_strategy_config"] = {"type": "async", "max_staleness": 1, "enable_partial_rollout": True}
+    config = write_config(tmp_path, tiny_model_folder, **changes, **{"trainer.num_steps": 48})
+    resume = "checkpoint.resume=auto"
+    for number, victim in enumerate(("rollout/0", "judger/by_length/0", "engine/0", "the driver")):
+        with running(config, resume, f"trainer.num_steps={12 * (number + 1)}") as process:
+            wait_for_line(process, f"step {12 * number + 2 + number:>2}/")
+            os.kill(process.pid if victim == "the driver" else pid_of(process, victim), signal.SIGKILL)
+            output = process.communicate(timeout=120)[0]
+        assert (process.returncode == 0) == (number < 2), f"{victim} was killed:\n{output}"
+    subprocess.run(command(config, resume), cwd=ROOT, check=True, capture_output=True)
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "test" / "trained.jsonl").read_text().splitlines()]
+    assert [line["uid"] for line in lines] == [f"addition-{n}" for n in range(48 * 4)]
+    assert [line["step"] for line in lines] == [1 + n // 4 for n in range(48 * 4)]
+
+
 def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path, tiny_model_folder: Path) -> None:
     config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 1000, "evaluation": {}})
     with running(config) as process:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from xrl_lite.actors.actor import OnCancel
-from xrl_lite.actors.clock import VirtualClock
+from xrl_lite.actors.clock import VirtualClock, now
 from xrl_lite.actors.default import default_system, init, shutdown
 from xrl_lite.actors.faults import Fault, FaultPlan
 from xrl_lite.actors.future import CallFuture
@@ -80,6 +80,7 @@ __all__ = [
     "default_system",
     "get_cpu_resource_manager",
     "init",
+    "now",
     "register_cpu_resources",
     "set_cpu_resource_manager",
     "share",

@@ -118,6 +118,18 @@ class VirtualClock:
 Clock = WallClock | VirtualClock
 
 
+def now() -> float:
+    """Return seconds since some moment: on a virtual event loop in its time, else in that of the wall.
+
+    To measure with, where an event loop's own ``time()`` is too coarse: uvloop's stands still while the loop is busy.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        return time.perf_counter()
+    return loop.time() if isinstance(loop, _VirtualLoop) else time.perf_counter()
+
+
 class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock

@@ -17,7 +17,6 @@ Another class can take this one's place (`AgentLoopManagerConfig.agent_loop_mana
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from typing import Any, Protocol, Self
 import anyio
 from anyio.abc import TaskGroup
 
+from xrl_lite.actors import now
 from xrl_lite.agent_loop.base import AgentLoop
 from xrl_lite.agent_loop.strategy import AgentLoopManagerConfig, IsValidSampleFn, all_are_valid
 from xrl_lite.data import RolloutState, Status, reset_rollout_response
@@ -151,6 +151,7 @@ class AgentLoopManager:
         self._in_flight: dict[str, anyio.CancelScope] = {}
         self._is_pausing = False
         self._counts: dict[str, GroupCounts] = {}
+        self._busy_s, self._busy_since = 0.0, 0.0
 
     @classmethod
     async def create(
@@ -193,6 +194,8 @@ class AgentLoopManager:
             lease = self.replay_buffer.start(
                 group.uid, worker=self._worker, timeout_s=timeout_s, global_steps=group.global_steps
             )
+            if not self._in_flight:
+                self._busy_since = now()
             scope = self._in_flight[group.uid] = anyio.CancelScope()
             self._tasks.start_soon(partial(self._run_group, group, lease, scope), name=f"group-{group.uid}")
 
@@ -201,6 +204,11 @@ class AgentLoopManager:
         """Groups that are being run."""
         return len(self._in_flight)
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds, so far, in which there were groups in flight."""
+        return self._busy_s + (now() - self._busy_since if self._in_flight else 0.0)
+
     async def pause(self) -> float:
         """Bring all groups in flight to an end; return the seconds it took.
 
@@ -208,7 +216,7 @@ class AgentLoopManager:
         ever; the others are stored as aborted with what they have. After `pause_timeout_s` the rest is cancelled, and
         waits to be run again.
         """
-        started = time.perf_counter()
+        started = now()
         self._is_pausing = True
         try:
             with anyio.move_on_after(self.config.pause_timeout_s):
@@ -222,7 +230,7 @@ class AgentLoopManager:
             await self._wait_until_idle()
         finally:
             self._is_pausing = False
-        return time.perf_counter() - started
+        return now() - started
 
     async def evaluate(
         self,
@@ -263,15 +271,17 @@ class AgentLoopManager:
     # --- one group
 
     async def _run_group(self, group: PromptGroup, lease: Lease, scope: anyio.CancelScope) -> None:
-        started = time.perf_counter()
+        started = now()
         try:
             with scope:
                 states = await self._generate(group)
-                await self._hand_over(group, lease, states, time.perf_counter() - started)
+                await self._hand_over(group, lease, states, now() - started)
         except LeaseError as error:
             logger.warning("%s", error)
         finally:
             del self._in_flight[group.uid]
+            if not self._in_flight:
+                self._busy_s += now() - self._busy_since
             self.replay_buffer.put_back(lease)  # nothing to give back if it was handed over
             self.replay_buffer.wake()
 

@@ -13,7 +13,8 @@ Waits for    groups to end (`produce_batch`); room for another (`produce_loop`);
 Is woken by  the buffer, at every change of a group, and by `advance`, which moves the bound of the age
 
 Pacing comes first, dropping last: a group is admitted only if it will be trained on in time when a batch is taken a
-step, oldest first (`max_admitted`).
+step, oldest first (`max_admitted`). What was interrupted has its place in that order already, and goes on before
+anything is drawn.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from math import ceil
 from typing import Any, Protocol
 
@@ -46,6 +48,10 @@ class DrawsGroups(Protocol):
 
     def sample(self) -> list[RolloutState]:
         """Return the next group."""
+        ...
+
+    def again(self, *, row: int, group_id: int) -> list[RolloutState]:
+        """Return a group that was drawn before."""
         ...
 
     def state_dict(self) -> SamplerState:
@@ -92,6 +98,8 @@ class Producer:
         replay_buffer: Where groups are admitted; it is given this producer's `refill`.
         limits: When to give up.
         sync_weights_interval: Steps from one weight sync to the next.
+        num_warmup_batches: Batches to be ahead of the one that is wanted; None for as many as can be trained on in time
+            (`produce_loop`), or none (`produce_batch`).
 
     Raises:
         RunError: no task, or two of one name.
@@ -105,6 +113,7 @@ class Producer:
         replay_buffer: ReplayBuffer,
         limits: ProduceLimits,
         sync_weights_interval: int = 1,
+        num_warmup_batches: int | None = None,
     ) -> None:
         self.tasks = {task.name: task for task in tasks}
         if not tasks or len(self.tasks) != len(tasks):
@@ -113,13 +122,17 @@ class Producer:
         self.replay_buffer = replay_buffer
         self._limits = limits
         self._interval = sync_weights_interval
+        self._num_warmup_batches = num_warmup_batches
         self._pools = TaskPools(replay_buffer)
         self._credit = dict.fromkeys(self.tasks, 0.0)
-        self._next_step, self._policy_version = 1, 0
+        self._next_step, self._policy_version, self._num_wanted = 1, 0, 0
         self._is_looping = self._is_paused = False
         self._fruitless = 0
         self._seen: Counter[GroupStatus] = Counter()
         replay_buffer.refill_fn = self.refill
+        threshold = min(task.strategy.stale_threshold(self._interval) for task in tasks)
+        if threshold > self._interval:  # otherwise nothing is carried over from one version to the next
+            replay_buffer.limit_age(threshold)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -162,6 +175,7 @@ class Producer:
             await self._dispatch(task, share - self._count(task))
             return
         goes_on = strategy.should_continue
+        await self._go_on_with(GroupStatus.ABORTED)
         while goes_on(self._count(task, GroupStatus.FINISHED), share):
             self.replay_buffer.evict_unusable(self._next_step, TRAIN)
             self.replay_buffer.check_starvation(self._next_step, TRAIN, batch_size)
@@ -182,7 +196,7 @@ class Producer:
         trigger = task.strategy.tail_batch_trigger_size
         if 0 < trigger <= self._in_pool(task, GroupStatus.EXPIRED):
             return share  # the tail batch: what is old is made again, nothing on top
-        return share + ceil(task.strategy.over_sample_threshold * share)
+        return share * (1 + (self._num_warmup_batches or 0)) + ceil(task.strategy.over_sample_threshold * share)
 
     # --- for ever
 
@@ -199,37 +213,45 @@ class Producer:
         try:
             while True:
                 await anyio.lowlevel.checkpoint()  # a change may have come together with the end
-                room = 0 if self._is_paused else self._room(batch_size)
-                if room > 0:
-                    await self._back_off()
-                    for name, share in self._take_turns(room).items():
-                        await self._dispatch(self.tasks[name], share)
-                else:
+                if self._is_paused or not await self._fill(batch_size):
                     await self.replay_buffer.changed()
         finally:
             self._is_looping = False
 
+    async def _fill(self, batch_size: int) -> bool:
+        """Begin what there is room for; return whether there was any."""
+        await self._go_on_with(GroupStatus.ABORTED)
+        if self._room(batch_size) < 1:
+            return False
+        await self._back_off()
+        room = 0 if self._is_paused else self._room(batch_size)  # paused meanwhile
+        for name, share in self._take_turns(room).items():
+            await self._dispatch(self.tasks[name], share)
+        return True
+
     def _room(self, batch_size: int) -> int:
-        threshold = min(
-            self.replay_buffer.policy.max_off_policy_threshold,
-            max(task.strategy.stale_threshold(self._interval) for task in self.tasks.values()),
-        )
+        thresholds = [task.strategy.stale_threshold(self._interval) for task in self.tasks.values()]
         admitted = max_admitted(
             batch_size=batch_size,
-            max_off_policy_threshold=threshold,
+            max_off_policy_threshold=min(self.replay_buffer.policy.max_off_policy_threshold, *thresholds),
             policy_version=self._policy_version,
             next_step=self._next_step,
         )
+        if self._num_wanted:
+            admitted -= batch_size - self._num_wanted
+        if self._num_warmup_batches is not None:
+            admitted = min(admitted, self._num_wanted + self._num_warmup_batches * batch_size)
         return admitted - self.replay_buffer.num_waiting(TRAIN)
 
-    def advance(self, *, next_step: int, policy_version: int) -> None:
+    def advance(self, *, next_step: int, policy_version: int, num_wanted: int = 0) -> None:
         """Say where training is; makes room for further groups.
 
         Args:
             next_step: Step that the next batch will be trained in.
             policy_version: Version of the weights that generate.
+            num_wanted: Groups that this step still waits for; 0 while an earlier step is trained.
         """
-        self._next_step, self._policy_version = next_step, policy_version
+        self._next_step, self._policy_version, self._num_wanted = next_step, policy_version, num_wanted
         self.replay_buffer.wake()
 
     async def refresh_staleness(self, train_step: int) -> dict[str, int]:
@@ -289,12 +311,37 @@ class Producer:
 
     async def redispatch(self) -> int:
         """Begin again what was found after a restart; return how many groups that is."""
-        table = self.replay_buffer.table
-        pending = [group for group in table if group.status is GroupStatus.PENDING and group.partition_id == TRAIN]
-        aborted = [group for task in self.tasks.values() for group in self._first(task, GroupStatus.ABORTED, None)]
-        groups = sorted([*pending, *aborted], key=lambda group: group.ordinal)
-        await self._run(groups)
-        return len(groups)
+        return await self._go_on_with(GroupStatus.PENDING, GroupStatus.ABORTED)
+
+    def waiting(self) -> list[dict[str, Any]]:
+        """Return the groups that were drawn and not trained on yet, oldest first, as values that JSON can hold."""
+        groups = sorted(
+            (group for group in self.replay_buffer.table if group.partition_id == TRAIN),
+            key=lambda group: group.ordinal,
+        )
+        return [
+            {"task": group.task_name, "group_id": int(group.uid.rpartition("-")[2]), "row": group.row}
+            for group in groups
+        ]
+
+    def draw_again(self, waiting: Sequence[Mapping[str, Any]]) -> None:
+        """Admit groups that `waiting` returned, to be run by `redispatch`: nothing is left of what they had."""
+        groups: list[PromptGroup] = []
+        for group in waiting:
+            task = self.tasks[group["task"]]
+            groups.append(self._group_of(task, task.sampler.again(row=group["row"], group_id=group["group_id"])))
+        if groups:
+            self.replay_buffer.admit_all(groups, {NOTE: self.state_dict()})
+
+    @property
+    def goes_on_across_syncs(self) -> bool:
+        """Whether what is in flight may get new weights, in all tasks."""
+        return all(task.strategy.enable_partial_rollout for task in self.tasks.values())
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds, so far, in which groups were being run; 0 where the manager does not count them."""
+        return getattr(self.manager, "busy_s", 0.0)
 
     def metrics(self) -> dict[str, float]:
         """Return what became of the groups of each task since the last call, where the manager counts them."""
@@ -327,12 +374,12 @@ class Producer:
         self._credit.update(state["credit"])
 
     async def _dispatch(self, task: ProducerTask, num_groups: int) -> None:
-        """Begin groups: first those that wait to be made again, then new ones."""
+        """Begin groups: first those that are to be made again, then new ones."""
         if num_groups < 1:
             return
         again = self._to_be_made_again(task, num_groups)
         await self._run(again)
-        new = [self._draw(task) for _ in range(num_groups - len(again))]
+        new = [self._group_of(task, task.sampler.sample()) for _ in range(num_groups - len(again))]
         if new:
             self.replay_buffer.admit_all(new, {NOTE: self.state_dict()})
             await self._run(new)
@@ -350,13 +397,15 @@ class Producer:
 
     def _to_be_made_again(self, task: ProducerTask, num_groups: int) -> list[PromptGroup]:
         trigger, num_expired = task.strategy.tail_batch_trigger_size, self._in_pool(task, GroupStatus.EXPIRED)
-        groups: list[PromptGroup] = []
-        if num_expired and 0 <= trigger <= num_expired:
-            groups += self._first(task, GroupStatus.EXPIRED, num_groups)
-        return groups + self._first(task, GroupStatus.ABORTED, num_groups - len(groups))
+        return self._listed(task, GroupStatus.EXPIRED, num_groups) if 0 <= trigger <= num_expired else []
 
-    def _draw(self, task: ProducerTask) -> PromptGroup:
-        states = task.sampler.sample()
+    async def _go_on_with(self, *statuses: GroupStatus) -> int:
+        """Run what stands in line already and is run by nobody, oldest first; return how many groups that is."""
+        groups = [group for task in self.tasks.values() for status in statuses for group in self._listed(task, status)]
+        await self._run(sorted(groups, key=lambda group: group.ordinal))
+        return len(groups)
+
+    def _group_of(self, task: ProducerTask, states: list[RolloutState]) -> PromptGroup:
         return self.replay_buffer.new_group(
             f"{task.name}-{states[0].group_id}",
             partition_id=TRAIN,
@@ -365,9 +414,9 @@ class Producer:
             states=states,
         )
 
-    def _first(self, task: ProducerTask, status: GroupStatus, count: int | None) -> list[PromptGroup]:
+    def _listed(self, task: ProducerTask, status: GroupStatus, count: int | None = None) -> list[PromptGroup]:
         pool = self.replay_buffer.table.pool(TRAIN, task.name, status)
-        groups = [self.replay_buffer.table.get(uid) for uid in list(pool)[:count]]
+        groups = [self.replay_buffer.table.get(uid) for uid in islice(pool, count)]
         return [group for group in groups if group is not None]
 
     def _in_pool(self, task: ProducerTask, status: GroupStatus) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
+from xrl_lite.actors import now
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
 from xrl_lite.data import RolloutState, Status
 
@@ -41,13 +41,13 @@ class SingleTurnAgentLoop(AgentLoop):
     """
 
     async def generate_sample(self, rollout_state: RolloutState) -> RolloutState:
-        started = time.perf_counter()
+        started = now()
         state = await self.rollout_ctl.generate(rollout_state)
-        generated = time.perf_counter()
+        generated = now()
         if self.judger is not None and not self.enable_batch_judge and state.status is Status.COMPLETED:
             state = await self.run_judger(state)
         state.extra_fields["timing"] = {
             "generate_s": generated - started,
-            "judge_s": time.perf_counter() - generated,
+            "judge_s": now() - generated,
         }
         return state

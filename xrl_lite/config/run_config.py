@@ -99,7 +99,8 @@ class RunConfig(Settings):
     @property
     def num_updates(self) -> int:
         """Optimizer updates of the whole run."""
-        return self.trainer.num_steps * self.engine.num_mini_batches * self.engine.num_epochs
+        per_step = self.trainer.parameter_sync_step * self.engine.num_mini_batches * self.engine.num_epochs
+        return self.trainer.num_steps * per_step
 
     @property
     def tasks(self) -> list[TaskSpecConfig]:
@@ -122,12 +123,7 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         self._check_advantage()
-        groups, parts = self.trainer.groups_per_step, self.engine.num_mini_batches
-        if groups % parts:
-            raise ValueError(
-                f"trainer.groups_per_step ({groups}) must be a multiple of engine.num_mini_batches ({parts}), "
-                f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
-            )
+        self._check_updates()
         self._check_sampling()
         self._check_lengths()
         if self.rollout.dtype != self.engine.dtype:
@@ -136,9 +132,100 @@ class RunConfig(Settings):
                 f"handed over as they are."
             )
         self._check_producing()
+        self._check_mode()
         RolloutReplicaRegistry.check(self.rollout.engine)
         EngineRegistry.check(self.engine.backend)
         return self
+
+    def _check_updates(self) -> None:
+        groups, parts = self.trainer.groups_per_step, self.engine.num_mini_batches
+        name = "engine.num_mini_batches"
+        if self.trainer.parameter_sync_step > 1:
+            parts *= self.trainer.parameter_sync_step
+            name += " times trainer.parameter_sync_step"
+        if groups % parts:
+            raise ValueError(
+                f"trainer.groups_per_step ({groups}) must be a multiple of {name} ({parts}), "
+                f"so that every update has equally many groups. {groups - groups % parts or parts} would do."
+            )
+
+    def _check_mode(self) -> None:
+        self._check_sync_interval()
+        mode, layout = self.trainer.mode, self.trainer.layout
+        for place, task in self._named_tasks():
+            is_sync = isinstance(task.produce_strategy_config, SyncProduceStrategyConfig)
+            if layout == "sync" and not is_sync:
+                raise ValueError(
+                    f"{place}.produce_strategy_config.type=async carries groups over to later steps, which "
+                    f"trainer.mode={mode} does not. Leave it out, or use colocate_async or separate_async."
+                )
+            if layout != "sync" and is_sync:
+                raise ValueError(
+                    f"trainer.mode={mode} carries groups over to later steps: write {place}.produce_strategy_config: "
+                    f"{{type: async, max_staleness: 1}} to say how old they may be."
+                )
+        if layout == "separate_async":
+            self._check_separate()
+        elif self.trainer.parameter_sync_step > 1:
+            raise ValueError(
+                f"trainer.parameter_sync_step={self.trainer.parameter_sync_step} is for separate_async: in "
+                f"trainer.mode={mode} nothing is generated between the parts. engine.num_mini_batches makes several "
+                f"updates of one step."
+            )
+        if layout == "sync" and self.trainer.num_warmup_batches:
+            raise ValueError(f"trainer.num_warmup_batches is for the async modes, trainer.mode is {mode}.")
+
+    def _check_sync_interval(self) -> None:
+        """Weights that are saved or evaluated are those that generate next, as in XTuner's config."""
+        interval, evaluation = self.trainer.sync_weights_interval, self.evaluation
+        intervals = {"checkpoint.every_steps": self.checkpoint.every_steps}
+        if evaluation.data is not None:
+            intervals["evaluation.every_steps"] = evaluation.every_steps
+        for name, every_steps in intervals.items():
+            if every_steps % interval:
+                raise ValueError(
+                    f"{name} ({every_steps}) must be a multiple of trainer.sync_weights_interval ({interval}): between "
+                    f"two syncs the replicas hold older weights than the trainer."
+                )
+        if self.rollout.sleep_level == 2 and interval > 1:
+            raise ValueError(
+                f"rollout.sleep_level=2 forgets the weights in every step, and with trainer.sync_weights_interval="
+                f"{interval} they do not come in every step. Use level 1, or an interval of 1."
+            )
+        threshold = self.replay_buffer.max_off_policy_threshold
+        if self.trainer.layout != "sync" and threshold < interval:
+            raise ValueError(
+                f"replay_buffer.max_off_policy_threshold ({threshold}) must be at least trainer.sync_weights_interval "
+                f"({interval}): before new weights come, samples are as old as that."
+            )
+
+    def _check_separate(self) -> None:
+        trainer, rollout = self.trainer, self.rollout
+        interval = trainer.sync_weights_interval
+        stale = [task.produce_strategy_config.stale_threshold(interval) for task in self.tasks]
+        ahead = min(self.replay_buffer.max_off_policy_threshold, *stale) - 1
+        if ahead < 1:
+            raise ValueError(
+                f"trainer.mode={trainer.mode} generates while it trains, and no sample may be older than the weights "
+                f"in training (max_staleness=0, or max_off_policy_threshold=1): it would wait for every update. Set "
+                f"produce_strategy_config.max_staleness to 1 or more, or trainer.sync_weights_interval to 2 or more."
+            )
+        if (trainer.num_warmup_batches or 0) > ahead:
+            raise ValueError(
+                f"trainer.num_warmup_batches ({trainer.num_warmup_batches}) is more than the bound on the age of "
+                f"samples allows, which is {ahead}. Raise produce_strategy_config.max_staleness, or leave it out."
+            )
+        if rollout.sleep_level:
+            raise ValueError(
+                f"rollout.sleep_level={rollout.sleep_level} is for replicas that share devices with the trainer; with "
+                f"trainer.mode={trainer.mode} they never sleep."
+            )
+        for place, task in self._named_tasks():
+            if task.produce_strategy_config.should_continue_fn is not None:
+                raise ValueError(
+                    f"{place}.produce_strategy_config.should_continue_fn says when a batch is complete, and with "
+                    f"trainer.mode={trainer.mode} groups are begun one by one, as there is room. Leave it out."
+                )
 
     def _named_tasks(self) -> Iterator[tuple[str, TaskSpecConfig]]:
         """Yield every task with its place in the settings."""
@@ -207,11 +294,6 @@ class RunConfig(Settings):
         if len(set(names)) != len(names):
             raise ValueError(f"every task needs a task_name of its own, got {', '.join(names)}.")
         for task in self.tasks:
-            if self.trainer.mode == "sync" and not isinstance(task.produce_strategy_config, SyncProduceStrategyConfig):
-                raise ValueError(
-                    f"task {task.task_name}: produce_strategy_config.type=async carries groups over to later steps, "
-                    f"which trainer.mode=sync does not."
-                )
             smallest, group_size = self.replay_buffer.min_sessions, task.sampler_config.prompt_repeat_k
             if smallest > group_size:
                 raise ValueError(

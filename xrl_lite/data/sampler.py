@@ -98,6 +98,20 @@ class Sampler:
                 return group
             self._leave_out(row, len(prompt_ids))
 
+    def again(self, *, row: int, group_id: int) -> list[RolloutState]:
+        """Return a group that was drawn before, as it was then.
+
+        Raises:
+            DataError: there is no such row.
+        """
+        found = next((candidate for candidate in self._rows if candidate.index == row), None)
+        if found is None:
+            raise DataError(
+                f"Row {row} of task {self._task_name} was drawn before, and is not among the {len(self._rows)} rows "
+                f"any more. Go on with the rows that the run began with."
+            )
+        return make_group(found, self._encode(found.prompt), group_id, self._group_size, task_name=self._task_name)
+
     def state_dict(self) -> SamplerState:
         """Return the position, as values that JSON can hold."""
         return {"epoch": self._epoch, "position": self._position, "num_groups": self._num_groups}

@@ -258,6 +258,14 @@ class BaseEngine(ABC):
     def accumulate(self, *, is_last: bool) -> None:
         """Called before each micro-batch of an update: only after the last do the ranks need the summed gradients."""
 
+    def keep_policy(self) -> None:
+        """Keep a copy of the present weights, in CPU memory, that `use_kept_policy` computes with."""
+        raise ConfigError(f"{type(self).__name__} cannot train a step in parts: set trainer.parameter_sync_step to 1.")
+
+    def use_kept_policy(self) -> AbstractContextManager[None]:
+        """Compute with the weights of the last `keep_policy` while inside; the present ones come back afterwards."""
+        raise ConfigError(f"{type(self).__name__} cannot train a step in parts: set trainer.parameter_sync_step to 1.")
+
     def use_teacher(self) -> AbstractContextManager[None]:
         """Compute with the teacher while inside."""
         raise ConfigError(f"{type(self).__name__} cannot hold a teacher: set algorithm.distillation to null.")

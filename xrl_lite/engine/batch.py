@@ -51,6 +51,8 @@ class TrainBatch:
     """Temperature the tokens were sampled at: the trainer's logits are divided by it too."""
     step: int = 0
     """Number of the step; it seeds what is random in the update, on all ranks alike."""
+    part: int = 0
+    """Number of the part of the step, where it is trained in several."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

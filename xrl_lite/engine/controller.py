@@ -113,13 +113,19 @@ class TrainingController:
         await self._together("loading the model", [rank.ready() for rank in self._ranks])
 
     async def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
-        """Return quantities of the response tokens under the present weights; 0 where a token is not trained on.
+        """Return quantities of the response tokens; 0 where a token is not trained on.
+
+        Those of the policy itself are under the present weights, or under those that `keep_policy` kept.
 
         Args:
             batch: The trajectories.
             names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
         """
         return await self._call("measure", self._for_all(batch), names)
+
+    async def keep_policy(self) -> None:
+        """Keep the present weights: until the next call, `measure` computes the old policy with them."""
+        await self._call("keep_policy")
 
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step; return its metrics."""

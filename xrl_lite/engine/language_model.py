@@ -104,6 +104,18 @@ class LanguageModelEngine(BaseEngine):
         with self._computing_with(self._teacher):
             yield
 
+    def keep_policy(self) -> None:
+        self._kept = [values.to("cpu", copy=True) for values in self._own_values()]
+
+    @contextmanager
+    def use_kept_policy(self) -> Iterator[None]:
+        present = [values.to("cpu", copy=True) for values in self._own_values()]
+        self._set_own_values(self._kept)
+        try:
+            yield
+        finally:
+            self._set_own_values(present)
+
     def optimizer_zero_grad(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -219,6 +231,15 @@ class LanguageModelEngine(BaseEngine):
             AutoTokenizer.from_pretrained(self._model_path).save_pretrained(folder)
         except Exception as error:
             raise CheckpointError(f"the model could not be written to {folder}: {error}") from error
+
+    def _own_values(self) -> list[Tensor]:
+        """What this rank holds of each weight."""
+        return [own_shard(name, parameter).values for name, parameter in self._model.named_parameters()]
+
+    def _set_own_values(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for own, given in zip(self._own_values(), values, strict=True):
+                own.copy_(given)
 
     def _set_hyperparameters(self) -> None:
         """Give the optimizer what the settings and the schedule say now, whatever a checkpoint held."""

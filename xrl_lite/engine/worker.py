@@ -92,6 +92,7 @@ class EngineWorker:
         )
         self._engine.initialize()
         self._num_updates = 0
+        self._keeps_policy = False
         self._sender: WeightSender
 
     @on_all_ranks
@@ -109,7 +110,8 @@ class EngineWorker:
                 report = {"learning_rate": self._engine.learning_rate, "num_updates": 0.0}
                 update, correction_metrics = self._prepare(part)
                 if len(update.batch):
-                    seed = batch.step * _SEEDS + epoch * len(parts) + number  # the same on all ranks
+                    place = (batch.part * self._config.num_epochs + epoch) * len(parts) + number
+                    seed = batch.step * _SEEDS + place  # the same on all ranks
                     # later log-probs of the trainer are not those the tokens were sampled with
                     before = epoch == 0 and (number == 0 or not self._bypass)
                     report |= self._update(update, seed, gap if before else LogprobGap())
@@ -119,13 +121,22 @@ class EngineWorker:
 
     @on_all_ranks
     def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
-        """Return quantities of the response tokens under the present weights; 0 where a token is not trained on.
+        """Return quantities of the response tokens; 0 where a token is not trained on.
+
+        Those of the policy itself are under the present weights, or under those that `keep_policy` kept.
 
         Args:
             batch: The trajectories.
             names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
         """
-        return self._measure(batch, names)
+        with self._engine.use_kept_policy() if self._keeps_policy else nullcontext():
+            return self._measure(batch, names)
+
+    @on_all_ranks
+    def keep_policy(self) -> None:
+        """Keep the present weights: until the next call, `measure` computes the old policy with them."""
+        self._engine.keep_policy()
+        self._keeps_policy = True
 
     def _measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
         packed = self._pack(batch)

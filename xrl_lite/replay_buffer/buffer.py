@@ -24,7 +24,7 @@ import heapq
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import anyio
@@ -154,6 +154,11 @@ class ReplayBuffer:
         self._clock = clock
         return self
 
+    def limit_age(self, max_off_policy_threshold: int) -> None:
+        """Lower the threshold of the settings, where it is higher: who begins groups counts on it."""
+        lower = min(self.policy.max_off_policy_threshold, max_off_policy_threshold)
+        self.policy = replace(self.policy, max_off_policy_threshold=lower)
+
     _clock: Callable[[], float] = staticmethod(anyio.current_time)
 
     # --- generating side
@@ -184,8 +189,14 @@ class ReplayBuffer:
         states: Sequence[RolloutState] = (),
     ) -> PromptGroup:
         """Return a group that `admit_all` takes."""
+        row = states[0].extra_fields.get("row") if states else None
         return PromptGroup(
-            uid=uid, partition_id=partition_id, global_steps=global_steps, task_name=task_name, states=list(states)
+            uid=uid,
+            partition_id=partition_id,
+            global_steps=global_steps,
+            task_name=task_name,
+            row=row if isinstance(row, int) else None,
+            states=list(states),
         )
 
     def admit_all(self, groups: Sequence[PromptGroup], notes: Mapping[str, Any] | None = None) -> None:
@@ -280,12 +291,12 @@ class ReplayBuffer:
         await self._end(self._leased(lease), GroupStatus.ABORTED, states)
 
     def put_back(self, lease: Lease) -> None:
-        """Give up a group of which there is nothing yet; it waits to be started again. A lease that is over is none."""
+        """Give up a group; it keeps its place, and waits to be started again. A lease that is over is none."""
         group = self.table.get(lease.uid)
         if group is not None and group.lease == lease:
             self._release(group)
             with self.table.changing(group):
-                group.status = GroupStatus.ABORTED if group.min_version is not None else GroupStatus.PENDING
+                group.status = GroupStatus.ABORTED
             group.last_event = f"given back by {lease.worker}"
             self.store.update(group)
             self._notify()
@@ -324,6 +335,11 @@ class ReplayBuffer:
         if spilled:
             for group, states in zip(spilled, await self.store.load_states(spilled), strict=True):
                 group.states, group.is_spilled = states, False
+
+    def evict_stale(self, group: PromptGroup, global_steps: int) -> None:
+        """Let a group leave that is too old for a step; it is counted as such."""
+        self._tally.evicted(group, (Reason.STALE,), global_steps)
+        self.discard([group], Reason.STALE.value)
 
     def discard(self, groups: Sequence[PromptGroup], reason: str) -> None:
         """Let groups leave untrained, whoever works on them."""

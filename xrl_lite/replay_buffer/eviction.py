@@ -166,16 +166,19 @@ def select(
             more than ``batch_size`` groups a step must fall due until t.
     """
     taken: list[Waiting] = []
+    passes = False
     for group in order:
         if group.ready:
             taken.append(group)
         elif policy.stragglers == "wait":
             return None
+        else:
+            passes = True
         if len(taken) == batch_size:
             break
     if len(taken) < batch_size:
         return None
-    if policy.stragglers == "pass" and not _rest_is_in_time(taken, batch_size, global_steps, ages, policy):
+    if passes and not _rest_is_in_time(taken, batch_size, global_steps, ages, policy):
         return None
     return [group.uid for group in taken]
 

@@ -67,6 +67,8 @@ class PromptGroup:
     """Task it belongs to."""
     ordinal: int = 0
     """Place in the order of admission."""
+    row: int | None = None
+    """Row of the data set that it was drawn from."""
     status: GroupStatus = GroupStatus.PENDING
     """Where it stands."""
     states: list[RolloutState] = field(default_factory=list[RolloutState])
@@ -104,11 +106,6 @@ class PromptGroup:
         self.min_version = min((oldest for oldest, _ in versions), default=None)
         self.max_version = max((newest for _, newest in versions), default=None)
         self.num_tokens = sum(len(state.response_ids or ()) for state in self.states)
-
-    @property
-    def row(self) -> object:
-        """Row of the data set that it was drawn from."""
-        return self.states[0].extra_fields.get("row") if self.states else None
 
 
 class Pool:

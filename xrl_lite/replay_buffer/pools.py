@@ -165,7 +165,7 @@ class TaskPools:
                 if retryable:
                     buffer.expire(group)
                 else:
-                    buffer.discard([group], "stale")
+                    buffer.evict_stale(group, step)
                     _discard(group.states)
         return num_expired
 

@@ -104,7 +104,7 @@ _INSERT_STATE = (
     f"VALUES (:id, {', '.join(f':{name}' for name in _STATE_COLUMNS)})"
 )
 _GROUP_COLUMNS = (
-    "ordinal, uid, partition_id, task_name, global_steps, status, reason, num_rows, num_tokens, min_version, "
+    "ordinal, uid, partition_id, task_name, row, global_steps, status, reason, num_rows, num_tokens, min_version, "
     "max_version, prompt"
 )
 
@@ -345,10 +345,9 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _identity(group: PromptGroup) -> tuple[object, ...]:
-    row = group.row
     return (
-        *(group.ordinal, group.uid, group.partition_id, group.task_name, row if isinstance(row, int) else None),
-        *(group.global_steps, group.status.value),
+        *(group.ordinal, group.uid, group.partition_id, group.task_name, group.row, group.global_steps),
+        group.status.value,
     )
 
 

@@ -31,12 +31,17 @@ class ServerAdapter:
     @property
     def is_live(self) -> bool:
         """Whether there is a process to give weights to; one that is being replaced gets them when it is up."""
-        return self._link.state in (LinkState.UP, LinkState.TORN)
+        return self._link.is_live
 
     @property
     def is_down(self) -> bool:
         """Whether it will never serve again."""
         return self._link.state is LinkState.DOWN
+
+    async def wait_live(self) -> None:
+        """Return once there is a process, or never will be one; each start has a deadline, and they are limited."""
+        while not (self.is_live or self.is_down):
+            await self._link.state_changed()
 
     async def prepare(self, manifest: WeightManifest) -> None:
         """Let it check that the weights fit, and stop computing."""

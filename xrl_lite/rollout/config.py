@@ -46,6 +46,11 @@ class RolloutConfig(Settings):
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt and response together, in tokens; the model's own limit when not given."""
 
+    sleep_level: Literal[0, 1, 2] = 0
+    """What replicas give up while the trainer computes, in the modes in which the two take turns on the same devices:
+    0 nothing; 1 the device memory, weights are kept in the machine's; 2 weights are forgotten, for the next sync brings
+    them. vLLM also needs ``engine_options: {enable_sleep_mode: true}``; on a CPU nothing sleeps."""
+
     partial_rollout: bool = False
     """A sample that was aborted goes on from the tokens it has; without this it starts over."""
 

@@ -248,6 +248,13 @@ class RolloutController:
             "num_resent": self._num_resent,
         }
 
+    def metrics(self) -> dict[str, float]:
+        """Return how many requests the replicas have, and how many wait for their turn."""
+        return {
+            "rollout/in_flight": float(sum(link.load for link in self._links)),
+            "rollout/waiting": float(self._turnstile.num_waiting),
+        }
+
     # --- one response
 
     def _take_up(self, state: RolloutState, resume: bool) -> GenerateResult:

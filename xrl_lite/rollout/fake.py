@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -24,6 +25,8 @@ class FakeReplica(RolloutReplica):
         fail_prompts: First tokens of prompts that fail with a RolloutError.
         hang_prompts: First tokens of prompts that get `hang_tokens` tokens, and no more until they are aborted.
         hang_tokens: How many; 0 by default.
+        seconds_per_token: Time that each token takes; `max_batch_size` requests get tokens at the same time, the others
+            wait for their turn. 0 by default: answers come at once.
         exit_prompts: First tokens of prompts that end the process.
         weights: Shapes of the weights that must come, by name; not checked by default.
         exit_at_load: Replica that ends its process when weights are loaded.
@@ -38,12 +41,17 @@ class FakeReplica(RolloutReplica):
             fail_prompts=[],
             hang_prompts=[],
             hang_tokens=0,
+            seconds_per_token=0.0,
             exit_prompts=[],
             weights=None,
             exit_at_load=None,
             hang_at_prepare=None,
         )
-        self._hanging: dict[str, GenerateResult] = {}
+        self._unfinished: dict[str, GenerateResult] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(config.max_batch_size)
+        self._may_compute = asyncio.Event()
+        self._may_compute.set()
         self._paused: list[GenerateRequest] | None = None
         self.held: dict[str, Tensor] = {}
 
@@ -59,29 +67,36 @@ class FakeReplica(RolloutReplica):
                 self.deliver(request.request_id, RolloutError(f"scripted failure of prompt {request.prompt_ids}"))
             elif first in self._options["hang_prompts"]:
                 answer = self._answer(request).token_ids[: self._options["hang_tokens"]]
-                self._hanging[request.request_id] = self._result(answer, None)
+                self._unfinished[request.request_id] = self._result(answer, None)
                 self.advanced([request.request_id])
+            elif self._options["seconds_per_token"]:
+                self._unfinished[request.request_id] = GenerateResult()
+                self._tasks[request.request_id] = asyncio.create_task(self._generate(request), name="generate")
             else:
                 self.deliver(request.request_id, self._answer(request))
 
     def drop(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            result = self._hanging.pop(request_id, GenerateResult())
+            if (task := self._tasks.pop(request_id, None)) is not None:
+                task.cancel()
+            result = self._unfinished.pop(request_id, GenerateResult())
             result.finish_reason = "abort"
             self.deliver(request_id, result)
         if self._paused is not None:
             self._paused = [request for request in self._paused if request.request_id not in request_ids]
 
     def partial(self, request_id: str) -> GenerateResult:
-        return self._hanging.get(request_id, GenerateResult())
+        return self._unfinished.get(request_id, GenerateResult())
 
     async def pause(self) -> None:
         if self._options["hang_at_prepare"] == self.replica:
             await anyio.sleep_forever()
+        self._may_compute.clear()
         if self._paused is None:
             self._paused = []
 
     async def resume(self) -> None:
+        self._may_compute.set()
         waiting, self._paused = self._paused or [], None
         self.admit(waiting)
 
@@ -99,6 +114,18 @@ class FakeReplica(RolloutReplica):
     def expected_tensors(self) -> dict[str, tuple[int, ...]] | None:
         weights = self._options["weights"]
         return None if weights is None else {name: tuple(shape) for name, shape in weights.items()}
+
+    async def _generate(self, request: GenerateRequest) -> None:
+        answer, result = self._answer(request), self._unfinished[request.request_id]
+        async with self._slots:
+            for number in range(len(answer.token_ids)):
+                await asyncio.sleep(self._options["seconds_per_token"])
+                await self._may_compute.wait()
+                result.extend(self._result([answer.token_ids[number]], None))
+                self.advanced([request.request_id])
+        result.finish_reason = answer.finish_reason
+        del self._unfinished[request.request_id], self._tasks[request.request_id]
+        self.deliver(request.request_id, result)
 
     def _answer(self, request: GenerateRequest) -> GenerateResult:
         responses = self._options["responses"]

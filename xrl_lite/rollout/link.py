@@ -133,6 +133,7 @@ class ReplicaLink:
         """Gives a replica that was started anew the present weights."""
         self.settled = anyio.Event()
         """Set when it is known whether the first process came up."""
+        self._state_changed = anyio.Event()
         self._system = system
         self._config = config
         self._model_path = model_path
@@ -148,6 +149,11 @@ class ReplicaLink:
             RestartPolicy(max_restarts=config.max_restarts, window_s=config.restart_window_s, backoff_s=1.0)
         )
         self.replica: Any = self._spawn()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has a process that works, as far as is known."""
+        return self.state in (LinkState.UP, LinkState.TORN) and self._fault is None
 
     # --- requests
 
@@ -215,6 +221,10 @@ class ReplicaLink:
             self.state = LinkState.UP
             self._on_change()
 
+    async def state_changed(self) -> None:
+        """Return when it has come up, gone down, or was lost."""
+        await self._state_changed.wait()
+
     async def health(self) -> ReplicaHealth:
         """Ask how it is doing.
 
@@ -251,7 +261,7 @@ class ReplicaLink:
         self.touch(held=self._held)
         self.state = await self._restored() if again else LinkState.UP
         self.settled.set()
-        self._on_change()
+        self._changed()
 
     async def _restored(self) -> LinkState:
         """Give a new process the present weights; where they are gone, it waits for the next sync."""
@@ -279,9 +289,14 @@ class ReplicaLink:
         for pending in lost:
             pending.end(Lost(error, pending.known))
         self.settled.set()
-        self._on_change()
+        self._changed()
         await anyio.sleep(pause or 0.0)
         return pause is not None
+
+    def _changed(self) -> None:
+        self._state_changed.set()
+        self._state_changed = anyio.Event()
+        self._on_change()
 
     async def _send_all(self) -> None:
         while True:

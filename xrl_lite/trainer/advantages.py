@@ -37,12 +37,14 @@ class AdvantageStep:
 
     Args:
         config: Settings of the algorithm.
+        in_parts: The step is trained in parts: the old policy is that of its beginning, and must be asked for.
     """
 
-    def __init__(self, config: AlgorithmConfig) -> None:
+    def __init__(self, config: AlgorithmConfig, *, in_parts: bool = False) -> None:
         from xrl_lite.algorithms.kl import get_kl_controller  # loads torch
 
         self._config = config
+        self._in_parts = in_parts
         self._estimate = get_adv_estimator_fn(config.advantage)
         self._kl = get_kl_controller(config.kl_ctrl)
 
@@ -55,6 +57,8 @@ class AdvantageStep:
         if config.use_kl_in_reward:
             wanted |= {"old_logprobs", "ref_logprobs"}
         if correction is not None and not correction.bypass_mode:
+            wanted |= {"old_logprobs"}
+        if self._in_parts and (correction is None or not correction.bypass_mode):
             wanted |= {"old_logprobs"}
         if distillation is not None and distillation.use_policy_gradient:
             wanted |= {"old_logprobs", "teacher_logprobs"}

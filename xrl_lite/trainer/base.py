@@ -7,13 +7,29 @@
     on_train_begin
     each step:
         on_step_begin
-        on_sample_begin  produce, sample a batch  on_sample_end
-        _prepare_train_data, advantages -> optimizer updates
-        on_step_end                                weights go to the replicas
-        metrics
+        prepare_step                               a batch is begun, where generation does not go on by itself
+        each part of the step (parameter_sync_step of them):
+            on_sample_begin  sample_batch  on_sample_end
+            _prepare_train_data, advantages -> optimizer updates
+        on_step_end                                weights go to the replicas, every sync_weights_interval steps
+        trained.jsonl, metrics
         [on_validate_begin, evaluation, on_validate_end]
         [checkpoint]                               last: what was saved needs nothing to be made up for
     on_train_end                                   always, also after an error
+
+===============  =========================  =========================  =========================
+hook             sync                       colocate_async             separate_async
+===============  =========================  =========================  =========================
+on_init_end      weights                    weights                    weights
+on_train_begin                                                         generation begins
+prepare_step     begins a batch             begins a batch and more
+on_sample_end    replicas sleep             requests are interrupted,
+                                            replicas sleep
+on_step_end      replicas wake, weights     replicas wake, weights     weights, between two tokens
+                                                                       of whatever is generated
+===============  =========================  =========================  =========================
+
+A version of the weights has the number of the step that they came out of.
 
 Waits for    batches, updates and syncs, each with the deadline of its part
 Is woken by  the parts; a stop request is looked at between two steps
@@ -21,30 +37,35 @@ Is woken by  the parts; a stop request is looked at between two steps
 
 from __future__ import annotations
 
-import math
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import anyio
+from anyio.abc import TaskGroup
+
+from xrl_lite.actors import now
+from xrl_lite.agent_loop.producer import NOTE
 from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.data import RolloutState
-from xrl_lite.errors import RunError
+from xrl_lite.errors import RunError, errors_as_themselves
 from xrl_lite.judger import judger_metrics
 from xrl_lite.log import get_logger
 from xrl_lite.metrics import MetricLoggers, shares, with_verl_names
-from xrl_lite.replay_buffer import PromptGroup
+from xrl_lite.replay_buffer import TRAIN, PromptGroup, TrainerMode
 from xrl_lite.trainer.advantages import AdvantageStep
 from xrl_lite.trainer.agreement import AgreementCheck
 from xrl_lite.trainer.baselines import greedy_rewards
 from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
+from xrl_lite.trainer.health import StepHealth
+from xrl_lite.trainer.merging import merge_metrics
 from xrl_lite.trainer.prepare import prepare_train_data
 from xrl_lite.trainer.randomness import random_state, set_random_state
 from xrl_lite.trainer.report import completion_table
 from xrl_lite.trainer.stop import StopRequest
+from xrl_lite.trainer.times import StepTimes
 
 if TYPE_CHECKING:
     from xrl_lite.agent_loop import Producer
@@ -60,8 +81,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-MAX_SKIPPED_UPDATES = 5
-"""Steps in a row with a gradient that is not finite before the run stops."""
+END_TIMEOUT_S = 60.0
+"""Longest time for `on_train_end`, which is called whatever has happened."""
 
 
 class JudgerStatistics(Protocol):
@@ -69,6 +90,18 @@ class JudgerStatistics(Protocol):
 
     def statistics(self, *, reset: bool = False) -> dict[str, dict[str, float]]:
         """Return counts and times per judger since the last reset."""
+        ...
+
+
+class Sleeps(Protocol):
+    """Can give the memory of its devices to others for a while."""
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give it."""
+        ...
+
+    async def wake_up(self, tags: tuple[str, ...] = ("weights", "kv_cache")) -> None:
+        """Take it again."""
         ...
 
 
@@ -80,6 +113,8 @@ class TrainerParts:
     """Trains."""
     weight_sync: WeightSync
     """Brings weights from the engine to the replicas."""
+    rollout: Sleeps
+    """Generates."""
     manager: AgentLoopManager
     """Runs groups past the buffer, as an evaluation does."""
     producer: Producer
@@ -115,36 +150,10 @@ class TrainerSettings:
     checkpoint: CheckpointConfig
     report: ReportConfig
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    sleep_level: int = 0
+    """What the replicas give up while the trainer computes, see `RolloutConfig.sleep_level`."""
     max_tokens: int | None = None
     """Longest prompt and response together that the engine takes."""
-
-
-@dataclass
-class StepTimes:
-    """Seconds of the parts of one step."""
-
-    started: float = field(default_factory=time.perf_counter)
-    parts: dict[str, float] = field(default_factory=dict[str, float])
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Measure a part."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.parts[name] = self.parts.get(name, 0.0) + time.perf_counter() - started
-
-    def metrics(self, num_tokens: float) -> dict[str, float]:
-        """Return all parts, the rest as other, and the tokens generated per second of the step."""
-        step = time.perf_counter() - self.started
-        other = step - sum(self.parts.values())
-        return {
-            "time/step": step,
-            **{f"time/{name}": value for name, value in self.parts.items()},
-            "time/other": other,
-            "time/tokens_per_s": num_tokens / step,
-        }
 
 
 @dataclass(frozen=True)
@@ -164,23 +173,28 @@ class RunSummary:
 class RLTrainer(ABC):
     """Runs the loop; subclasses say how batches are produced and when weights move.
 
+    A class of your own is named in `trainer.mode`, by its path or by the name that `register_trainer` gives it.
+
     Args:
         parts: What it is made of.
         settings: What it reads.
         stop: Looked at between steps.
     """
 
+    layout: ClassVar[TrainerMode]
+    """Which of the built-in modes it is a kind of."""
+
     def __init__(self, parts: TrainerParts, settings: TrainerSettings, stop: StopRequest) -> None:
         self.parts = parts
         self.settings = settings
         self.stop = stop
         self.global_step = 0
-        self.times = StepTimes()
-        self._advantages = AdvantageStep(settings.algorithm)
-        self._steps_without_signal = 0
-        self._empty_steps = 0
-        self._skipped_updates = 0
-        self._gap_is_wide = False
+        self.background: TaskGroup
+        """For what runs beside the steps. Its errors end the run, and it is cancelled at the end."""
+        self.times: StepTimes
+        """Of the step that is running."""
+        self._advantages = AdvantageStep(settings.algorithm, in_parts=settings.trainer.parameter_sync_step > 1)
+        self._health = StepHealth(settings.trainer, settings.algorithm, parts.folder.path / "rollouts")
         self._evaluation_due = False
         self._saved_step = 0
         self._checkpoint: Path | None = None
@@ -192,27 +206,29 @@ class RLTrainer(ABC):
             RunError: the run cannot go on; the message says why.
         """
         last_step = self.settings.trainer.num_steps
-        if checkpoint is not None:
-            await self._load(checkpoint)
-        # what was generated after the checkpoint is generated again, to the same bits
-        await self.parts.replay_buffer.restore(self.global_step, keep_newer=False)
+        await self._load(checkpoint)
         await self.on_init_end()
         if self.parts.agreement is not None:
             self.parts.reporter.note(await self.parts.agreement.run())
-        if self._evaluation_due or (self.global_step == 0 and self.settings.evaluation.at_start):
-            await self._evaluate()
-        self.stop.cancel = None
-        self.parts.reporter.start(num_steps=last_step, first_step=self.global_step + 1)
-        await self.on_train_begin()
-        try:
-            while self.global_step < last_step and not self.stop.requested:
-                self.global_step += 1
-                await self._run_step()
-            if self.global_step > 0 and self._saved_step != self.global_step:
-                await self._save()
-        finally:
-            await self.on_train_end()
-            self.parts.reporter.finish()
+        with errors_as_themselves():
+            async with self.parts.producer.running(), anyio.create_task_group() as self.background:
+                if self._evaluation_due or (self.global_step == 0 and self.settings.evaluation.at_start):
+                    await self._evaluate()
+                self.stop.cancel = None
+                self.parts.reporter.start(num_steps=last_step, first_step=self.global_step + 1)
+                try:
+                    await self.parts.producer.redispatch()
+                    await self.on_train_begin()
+                    while self.global_step < last_step and not self.stop.requested:
+                        self.global_step += 1
+                        await self._run_step()
+                    if self.global_step > 0 and self._saved_step != self.global_step:
+                        await self._save()
+                finally:
+                    with anyio.move_on_after(END_TIMEOUT_S, shield=True):
+                        await self.on_train_end()
+                    self.parts.reporter.finish()
+                self.background.cancel_scope.cancel()
         return RunSummary(self.parts.folder.path, self.global_step, self.global_step < last_step, self._checkpoint)
 
     # --- the nine hooks, in the order in which they are called
@@ -244,14 +260,36 @@ class RLTrainer(ABC):
         """The weights were updated."""
 
     async def on_train_end(self) -> None:
-        """No step will follow. Called after an error too."""
+        """No step will follow. Called after an error too; it has `END_TIMEOUT_S`."""
 
-    @abstractmethod
+    # --- what subclasses replace or use
+
+    async def prepare_step(self) -> None:
+        """Begin what the step will be trained on, where nobody else does."""
+
     async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, Any]]:
-        """Return the groups to train on, and metrics of the buffer."""
+        """Return the groups to train on, waiting for them, and metrics of buffer and producer."""
+        producer = self.parts.producer
+        groups, metrics = await self.parts.replay_buffer.sample(self.global_step, TRAIN, batch_size)
+        producer.mask_stale_tokens(groups, self.global_step)
+        return groups, metrics | producer.metrics()
+
+    async def sync_weights(self) -> None:
+        """Give the replicas the present weights."""
+        await self.parts.weight_sync.sync(self.global_step)
+
+    @property
+    def policy_version(self) -> int:
+        """Version of the weights that the replicas hold."""
+        return self.parts.weight_sync.policy_version
+
+    @property
+    def weights_are_due(self) -> bool:
+        """Whether the replicas get weights at the end of this step."""
+        return self._is_due(self.settings.trainer.sync_weights_interval) or self._is_last
 
     def _prepare_train_data(self, groups: list[list[RolloutState]]) -> tuple[TrainBatch, dict[str, float]]:
-        """Turn scored groups into the trajectories of one step; override to change what is trained on.
+        """Turn scored groups into the trajectories of one update; override to change what is trained on.
 
         Advantages are estimated afterwards: some need log-probs of these trajectories.
         """
@@ -262,26 +300,37 @@ class RLTrainer(ABC):
     # --- one step
 
     async def _run_step(self) -> None:
-        self.times = StepTimes()
+        self.times = StepTimes(lambda: self.parts.producer.busy_s)
         await self.on_step_begin()
-        await self.on_sample_begin()
-        groups, buffer_metrics = await self.sample_batch(self.settings.trainer.groups_per_step)
-        attempts = [group.states for group in groups]
-        baselines = await self._greedy_baselines(attempts)
-        await self.on_sample_end()
-        batch, metrics = self._prepare_train_data(attempts)
-        if baselines is not None:
-            batch = replace(batch, reward_baselines=[baselines[group] for group in batch.groups])
-        with self.times.part("train"):
-            metrics |= await self._train(replace(batch, step=self.global_step))
+        await self.prepare_step()
+        parts = [await self._run_part(number) for number in range(self.settings.trainer.parameter_sync_step)]
         await self.on_step_end()
-        self._write(metrics | buffer_metrics | self._judger_metrics(), [state for group in attempts for state in group])
+        groups = [group for part in parts for group in part.groups]
+        metrics = merge_metrics([(part.metrics, part.num_trajectories) for part in parts])
+        self.parts.folder.write_trained(self.global_step, groups)
+        self._write(metrics | self._judger_metrics(), [state for group in groups for state in group.states])
         self._evaluation_due = self._is_due(self.settings.evaluation.every_steps) or self._is_last
         if self._evaluation_due and not self.stop.requested:
             await self._evaluate()
         if self._is_due(self.settings.checkpoint.every_steps):
             await self._save()
         await self._check_health(metrics)
+
+    async def _run_part(self, number: int) -> _Part:
+        trainer = self.settings.trainer
+        await self.on_sample_begin()
+        groups, metrics = await self.sample_batch(trainer.groups_per_step // trainer.parameter_sync_step)
+        attempts = [group.states for group in groups]
+        baselines = await self._greedy_baselines(attempts)
+        await self.on_sample_end()
+        batch, batch_metrics = self._prepare_train_data(attempts)
+        if baselines is not None:
+            batch = replace(batch, reward_baselines=[baselines[group] for group in batch.groups])
+        with self.times.part("train"):
+            if number == 0 and trainer.parameter_sync_step > 1:
+                await self.parts.engine.keep_policy()
+            batch_metrics |= await self._train(replace(batch, step=self.global_step, part=number))
+        return _Part(groups, batch_metrics | metrics, len(batch))
 
     async def _greedy_baselines(self, groups: list[list[RolloutState]]) -> list[float] | None:
         if "reward_baselines" not in self.settings.algorithm.requirements():
@@ -329,53 +378,11 @@ class RLTrainer(ABC):
         return metrics | {f"time/{name}": metrics.pop(name) for name in times}
 
     async def _check_health(self, metrics: dict[str, float]) -> None:
-        await self._check_there_is_something(metrics)
-        config = self.settings.trainer
-        gap = metrics.get("logprob_gap/mean", 0.0)
-        if not gap <= config.max_logprob_gap:  # NaN is no agreement either
-            raise RunError(
-                f"Trainer and rollout engine disagree about the same tokens by {gap:.3f} nats on average, more than "
-                f"max_logprob_gap={config.max_logprob_gap}. They hold different weights, or use different types "
-                f"(engine.dtype, rollout.dtype), temperatures or chat templates."
-            )
-        if gap > config.warn_logprob_gap and not self._gap_is_wide:
-            logger.warning(
-                "step %d: trainer and rollout engine disagree about the same tokens by %.4f nats on average, more than "
-                "warn_logprob_gap=%g; algorithm.rollout_correction can make up for it",
-                self.global_step,
-                gap,
-                config.warn_logprob_gap,
-            )
-        self._gap_is_wide = gap > config.warn_logprob_gap
-        self._skipped_updates = 0 if math.isfinite(metrics.get("grad_norm", 0.0)) else self._skipped_updates + 1
-        if self._skipped_updates >= MAX_SKIPPED_UPDATES:
-            raise RunError(
-                f"The gradient was not finite for {self._skipped_updates} steps in a row, so nothing was learned. "
-                f"Lower engine.optimizer.learning_rate; go on from an earlier checkpoint."
-            )
-
-    async def _check_there_is_something(self, metrics: dict[str, float]) -> None:
-        config, folder = self.settings.trainer, self.parts.folder.path / "rollouts"
-        self._empty_steps = self._empty_steps + 1 if "skipped_step" in metrics else 0
-        if self._empty_steps >= config.max_empty_steps:
-            await self._save()
-            raise RunError(
-                f"There was no token to train on for {self._empty_steps} steps in a row: all attempts failed, were "
-                f"masked or were rejected. See {folder} and the logs beside it."
-            )
-        if "skipped_step" in metrics:
-            return
-        distillation = self.settings.algorithm.distillation
-        by_teacher = distillation is not None and not distillation.use_task_rewards
-        without = not by_teacher and metrics["advantages/min"] == metrics["advantages/max"] == 0.0
-        self._steps_without_signal = self._steps_without_signal + 1 if without else 0
-        if self._steps_without_signal >= config.max_steps_without_signal:
-            await self._save()
-            raise RunError(
-                f"No group had two different rewards for {self._steps_without_signal} steps in a row "
-                f"(reward {metrics['reward']:.3f}), so there is nothing to learn from. Is the task too hard or too "
-                f"easy for the model, or is the judger wrong? See {folder}."
-            )
+        problem = self._health.check(self.global_step, metrics)
+        if problem is not None:
+            if problem.is_sound:
+                await self._save()
+            raise RunError(problem.text)
 
     # --- evaluation and checkpoints
 
@@ -383,9 +390,9 @@ class RLTrainer(ABC):
         if self.parts.evaluator is None:
             return
         await self.on_validate_begin()
-        started = time.perf_counter()
+        started = now()
         metrics = await self.parts.evaluator.evaluate()
-        record = metrics | self._judger_metrics() | {"time/evaluation": time.perf_counter() - started}
+        record = metrics | self._judger_metrics() | {"time/evaluation": now() - started}
         await self.on_validate_end()
         self._evaluation_due = False
         self._log(record)
@@ -400,8 +407,8 @@ class RLTrainer(ABC):
         state = {
             "global_step": self.global_step,
             "producer": self.parts.producer.state_dict(),
-            "steps_without_signal": self._steps_without_signal,
-            "empty_steps": self._empty_steps,
+            "waiting": self.parts.producer.waiting(),
+            "health": self._health.state_dict(),
             "algorithm": self._advantages.state_dict(),
             "evaluation_due": self._evaluation_due,
             "random": random_state(),
@@ -414,21 +421,32 @@ class RLTrainer(ABC):
             trainer=self, global_step=self.global_step, checkpoint_dir=str(self._checkpoint), async_save=False
         )
 
-    async def _load(self, checkpoint: Path) -> None:
-        state = read_state(checkpoint)
-        await self.parts.engine.load_checkpoint(checkpoint / ENGINE)
-        self.parts.producer.load_state_dict(state["producer"])
-        self.global_step = state["global_step"]
-        self._saved_step = self.global_step
-        self._steps_without_signal = state["steps_without_signal"]
-        self._empty_steps = state["empty_steps"]
-        self._advantages.load_state_dict(state["algorithm"])
-        self._evaluation_due = state["evaluation_due"]
-        set_random_state(state["random"])
-        self._checkpoint = checkpoint
-        self.parts.folder.forget_after(self.global_step)
-        self.parts.store.forget_after(self.global_step)
-        self.parts.reporter.note(f"going on after step {self.global_step} from {checkpoint}")
+    async def _load(self, checkpoint: Path | None) -> None:
+        state = None if checkpoint is None else read_state(checkpoint)
+        if checkpoint is not None and state is not None:
+            await self.parts.engine.load_checkpoint(checkpoint / ENGINE)
+            self.global_step = self._saved_step = state["global_step"]
+            self._health.load_state_dict(state["health"])
+            self._advantages.load_state_dict(state["algorithm"])
+            self._evaluation_due = state["evaluation_due"]
+            set_random_state(state["random"])
+            self._checkpoint = checkpoint
+            self.parts.folder.forget_after(self.global_step)
+            self.parts.store.forget_after(self.global_step)
+            self.parts.reporter.note(f"going on after step {self.global_step} from {checkpoint}")
+        await self._load_prompts(state)
+
+    async def _load_prompts(self, state: dict[str, Any] | None) -> None:
+        """Have every prompt trained on exactly once, whatever was drawn, generated or trained on when the run ended."""
+        producer, is_sync = self.parts.producer, self.layout == "sync"
+        producer.advance(next_step=self.global_step + 1, policy_version=self.global_step)
+        # sync: what was generated after the checkpoint is generated again, to the same bits
+        notes = await self.parts.replay_buffer.restore(self.global_step, keep_newer=not is_sync)
+        if NOTE in notes and not is_sync:
+            producer.load_state_dict(notes[NOTE])
+        elif state is not None:
+            producer.load_state_dict(state["producer"])
+            producer.draw_again(state["waiting"])
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self.global_step % every_steps == 0
@@ -436,6 +454,15 @@ class RLTrainer(ABC):
     @property
     def _is_last(self) -> bool:
         return self.global_step == self.settings.trainer.num_steps
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a step that was trained."""
+
+    groups: list[PromptGroup]
+    metrics: dict[str, float]
+    num_trajectories: int
 
 
 def rollout_record(state: RolloutState) -> dict[str, Any]:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from xrl_lite.data import DataConfig, SampleParams
 from xrl_lite.metrics import check_loggers
+from xrl_lite.replay_buffer import TrainerMode
 from xrl_lite.settings import Settings
+from xrl_lite.trainer.modes import TRAINERS, layout_of
 
 
 class TrainerConfig(Settings):
     """How large a step is, how many there are, and when a run stops by itself."""
 
-    mode: Literal["sync"] = "sync"
-    """Generation and training take turns: every sample is of the policy that is trained."""
+    mode: str = "sync"
+    """sync: generation and training take turns, and every sample is of the policy that is trained. colocate_async: they
+    take turns, but what is not done when a batch is there goes on in the next step. separate_async: both run at the
+    same time, on devices of their own. Or a class of your own: a name given by `register_trainer`, or
+    "package.module:Class" or "file.py:Class"."""
 
     num_steps: int = Field(default=100, gt=0)
     """Steps of the run."""
 
     groups_per_step: int = Field(default=32, gt=0)
     """Groups that one step is trained on."""
+
+    sync_weights_interval: int = Field(default=1, gt=0)
+    """Steps from one weight sync to the next; the last step is always followed by one."""
+
+    parameter_sync_step: int = Field(default=1, gt=0)
+    """Parts that a step of separate_async is sampled and trained in, each as soon as its groups are there. All parts
+    are compared with the policy that the step began with."""
+
+    num_warmup_batches: int | None = Field(default=None, ge=0)
+    """Batches that generation is ahead of the step that is wanted, from before the first one on, in the async modes.
+    When not given: as many as `max_staleness` allows in separate_async, none in colocate_async, where
+    `over_sample_threshold` gives a share of a batch."""
 
     max_failed_groups: int | None = Field(default=None, ge=0)
     """Groups that may fail while one batch is produced before the run stops; 4 batches' worth when not given."""
@@ -38,6 +55,17 @@ class TrainerConfig(Settings):
     max_logprob_gap: float = Field(default=1.0, gt=0)
     """Stop when the log-probs of trainer and rollout engine differ by more than this on average: they then hold
     different weights."""
+
+    @field_validator("mode")
+    @classmethod
+    def _mode_exists(cls, mode: str) -> str:
+        TRAINERS.check(mode)
+        return mode
+
+    @property
+    def layout(self) -> TrainerMode:
+        """Which of the three built-in modes it is a kind of."""
+        return layout_of(self.mode)
 
 
 class EvaluationConfig(Settings):

@@ -22,10 +22,11 @@ _STEP_COLUMNS = (
     ("loss", "loss", "{:+.4f}"),
     ("grad", "grad_norm", "{:.2f}"),
     ("gap", "logprob_gap/mean", "{:.1e}"),
+    ("old", "off_policy/max", "{:.0f}"),
     ("tok/s", "time/tokens_per_s", "{:.0f}"),
     ("s", "time/step", "{:.2f}"),
 )
-_SPLIT = ("generate", "judge", "train", "sync", "other")
+_SPLIT = ("generate", "judge", "wait_batch", "pause", "train", "sync", "other")
 _MAX_CELL = 160
 
 

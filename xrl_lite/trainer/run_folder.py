@@ -5,6 +5,7 @@
     runs/<name>/
         config.yaml          the resolved settings
         metrics.jsonl        a line per step and per evaluation
+        trained.jsonl        a line per trained group: step, uid, task, row, policy_version [oldest, newest]
         rollouts/            step_*.jsonl: every trained attempt
         buffer.sqlite        everything that was generated (xrl_lite.replay_buffer.sqlite_store)
         logs/                driver.log and one log per actor
@@ -17,11 +18,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from xrl_lite.errors import RunError
+from xrl_lite.replay_buffer import PromptGroup
 
 LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
@@ -44,6 +46,7 @@ class RunFolder:
         self.logs = path / "logs"
         self.checkpoints = path / CHECKPOINTS
         self.metrics_file = path / "metrics.jsonl"
+        self.trained_file = path / "trained.jsonl"
 
     @classmethod
     def unused(cls, path: Path) -> RunFolder:
@@ -66,18 +69,29 @@ class RunFolder:
 
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
-        with self.metrics_file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        _append(self.metrics_file, [record])
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl; a torn last line is left out."""
-        if not self.metrics_file.exists():
-            return
-        for line in self.metrics_file.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except json.JSONDecodeError:
-                continue
+        return _lines(self.metrics_file)
+
+    def write_trained(self, step: int, groups: Sequence[PromptGroup]) -> None:
+        """Add the groups that a step was trained on to trained.jsonl."""
+        records = [
+            {
+                "step": step,
+                "uid": group.uid,
+                "task": group.task_name,
+                "row": group.row,
+                "policy_version": [group.min_version, group.max_version],
+            }
+            for group in groups
+        ]
+        _append(self.trained_file, records)
+
+    def trained(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of trained.jsonl; a torn last line is left out."""
+        return _lines(self.trained_file)
 
     def start_over(self) -> None:
         """Drop what an earlier run left that never came to a checkpoint."""
@@ -85,12 +99,8 @@ class RunFolder:
 
     def forget_after(self, step: int) -> None:
         """Drop what was written for steps after `step`: they will be run again."""
-        if not self.metrics_file.exists():
-            return
-        kept = [record for record in self.metrics() if record["step"] <= step]
-        aside = self.metrics_file.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
-        aside.replace(self.metrics_file)
+        for file in (self.metrics_file, self.trained_file):
+            _keep_until(step, file)
         for file in self.path.glob("rollouts/step_*.jsonl"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
@@ -104,6 +114,30 @@ class RunFolder:
     def close(self) -> None:
         """Let others use the folder."""
         self._lock.close()
+
+
+def _append(file: Path, records: Sequence[dict[str, Any]]) -> None:
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write("".join(json.dumps(record) + "\n" for record in records))
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.exists():
+        return
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
+def _keep_until(step: int, file: Path) -> None:
+    if not file.exists():
+        return
+    kept = [record for record in _lines(file) if record["step"] <= step]
+    aside = file.with_suffix(".tmp")
+    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    aside.replace(file)
 
 
 def _lock(path: Path) -> IO[str]:

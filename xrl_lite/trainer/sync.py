@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
-from xrl_lite.replay_buffer import TRAIN, PromptGroup
+from xrl_lite.replay_buffer import PromptGroup, TrainerMode
 from xrl_lite.trainer.base import RLTrainer
 
 
 class SyncTrainer(RLTrainer):
-    """Every sample of a step is of the weights that the step starts from."""
+    """Every sample of a step is of the weights that the step starts from, or of those of the last sync."""
+
+    layout: ClassVar[TrainerMode] = "sync"
 
     async def on_init_end(self) -> None:
-        await self.parts.weight_sync.sync(self.global_step)
+        await self.sync_weights()
+
+    async def prepare_step(self) -> None:
+        with self.times.part("rollout"):
+            await self.parts.producer.produce_batch(
+                self.settings.trainer.groups_per_step, train_step=self.global_step, model_step=self.policy_version
+            )
 
     async def sample_batch(self, batch_size: int) -> tuple[list[PromptGroup], dict[str, Any]]:
-        producer, buffer = self.parts.producer, self.parts.replay_buffer
         with self.times.part("rollout"):
-            async with producer.running():
-                await producer.produce_batch(batch_size, train_step=self.global_step)
-                groups, metrics = await buffer.sample(self.global_step, TRAIN, batch_size)
+            groups, metrics = await super().sample_batch(batch_size)
         self._split_rollout_time(groups)
-        return groups, metrics | producer.metrics()
+        return groups, metrics
 
     async def on_sample_end(self) -> None:
-        """Nothing to do: no request is in flight."""
+        """No request is in flight: the replicas may sleep."""
+        if self.settings.sleep_level:
+            with self.times.part("sleep"):
+                await self.parts.rollout.sleep(self.settings.sleep_level)
 
     async def on_step_end(self) -> None:
         with self.times.part("sync"):
-            await self.parts.weight_sync.sync(self.global_step)
+            if self.settings.sleep_level:
+                await self.parts.rollout.wake_up(("weights",))
+            if self.weights_are_due:
+                await self.sync_weights()
+            if self.settings.sleep_level:
+                await self.parts.rollout.wake_up(("kv_cache",))
 
     def _split_rollout_time(self, groups: list[PromptGroup]) -> None:
         """All attempts start together, so the slowest response ends generation; judging is what comes after it."""

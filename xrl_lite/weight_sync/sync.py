@@ -70,6 +70,10 @@ class WeightTarget(Protocol):
         """Whether there never will be one again."""
         ...
 
+    async def wait_live(self) -> None:
+        """Return once there is a process, or never will be one."""
+        ...
+
     async def prepare(self, manifest: WeightManifest) -> None:
         """Check that weights fit, and stop computing."""
         ...
@@ -127,6 +131,10 @@ class _Lost(Exception):  # noqa: N818 - not an error of the whole
     """Replicas were lost, and the transfer must begin anew with those that are left."""
 
 
+class _AllLostError(WeightSyncError):
+    """No replica is left to give weights to; some may be started anew."""
+
+
 class WeightSync:
     """Brings weights from one source to all targets.
 
@@ -171,11 +179,23 @@ class WeightSync:
     async def sync(self, version: int) -> SyncReport:
         """Give every target the source's present weights, as `version`.
 
-        A target that dies or hangs is replaced, and gets them when its successor is up.
+        A target that dies or hangs is replaced, and gets them when its successor is up. Where all did, the first
+        successor is waited for.
 
         Raises:
             WeightSyncError: a target would hold something else, or none is left; names replica, phase and tensor.
         """
+        for attempt in range(MAX_ATTEMPTS):
+            await self._wait_for_one()
+            try:
+                return await self._sync(version)
+            except _AllLostError as lost:
+                if attempt + 1 == MAX_ATTEMPTS or all(target.is_down for target in self._targets):
+                    raise
+                logger.warning("%s\nIt is tried again with the first successor.", lost)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _sync(self, version: int) -> SyncReport:
         async with self._lock:
             started = time.perf_counter()
             self._num_lost = 0
@@ -234,6 +254,20 @@ class WeightSync:
         """Give the transport's memory back."""
         self._transport.close()
 
+    async def _wait_for_one(self) -> None:
+        """Wait for a target to be there; not inside the lock, since successors want their weights first."""
+        if any(target.is_live for target in self._targets):
+            return
+        async with anyio.create_task_group() as waiting:
+
+            async def wait(target: WeightTarget) -> None:
+                await target.wait_live()
+                if target.is_live or all(other.is_down for other in self._targets):
+                    waiting.cancel_scope.cancel()
+
+            for target in self._targets:
+                waiting.start_soon(wait, target)
+
     # --- the phases
 
     async def _open(self, version: int) -> WeightOffer:
@@ -246,7 +280,7 @@ class WeightSync:
     async def _transfer(self, offer: WeightOffer) -> None:
         targets = [target for target in self._targets if target.is_live]
         if not targets:
-            raise _failure(offer, "prepare", "no rollout replica", WeightSyncError("none is up"))
+            raise _AllLostError(_failure_text(offer, "prepare", "no rollout replica", "none is up"))
         prepared: list[WeightTarget] = []
         try:
             targets = await self._phase(offer, "prepare", targets, lambda target: target.prepare(offer.manifest))
@@ -339,7 +373,7 @@ class WeightSync:
                     acting.start_soon(one, target)
         self._num_lost += len(lost)
         if not left:
-            raise _failure(offer, phase, "all replicas", WeightSyncError("\n".join(lost)))
+            raise _AllLostError(_failure_text(offer, phase, "all replicas", "\n".join(lost)))
         return [target for target in targets if target in left]
 
     async def _abandon(self, targets: Sequence[WeightTarget], error: BaseException) -> None:
@@ -392,7 +426,11 @@ def _compare(name: str, offer: WeightOffer, held: dict[str, str]) -> None:
 
 
 def _failure(offer: WeightOffer, phase: str, name: str, error: Exception) -> WeightSyncError:
-    return WeightSyncError(
+    return WeightSyncError(_failure_text(offer, phase, name, str(error)))
+
+
+def _failure_text(offer: WeightOffer, phase: str, name: str, error: str) -> str:
+    return (
         f"Weight sync of version {offer.manifest.version} failed in phase {phase}: {name}: {error}\n"
         f"Going on would train on samples of another policy; the sync may be tried again."
     )

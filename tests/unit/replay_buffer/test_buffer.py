@@ -241,7 +241,7 @@ async def test_a_group_that_is_given_back_can_be_started_again() -> None:
     buffer = make_buffer()
     leases = await admit(buffer, "a")
     buffer.put_back(leases["a"])
-    assert buffer.status("a") is GroupStatus.PENDING
+    assert buffer.status("a") is GroupStatus.ABORTED
     await buffer.finish(buffer.start("a"), [make_state()])
     buffer.put_back(leases["a"])
     assert buffer.status("a") is GroupStatus.FINISHED

@@ -1,0 +1,81 @@
+"""A run that is killed again and again, anywhere: every prompt is trained on exactly once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.build import without_times
+from tests.processes.resume_bodies import Life
+from xrl_lite.actors import ActorSystem
+from xrl_lite.errors import ActorDiedError
+from xrl_lite.trainer.run_folder import RunFolder
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+
+MODES = ["sync", "colocate_async", "separate_async"]
+NUM_STEPS = 12
+GROUPS_PER_STEP = 2
+
+
+@pytest.fixture(scope="module")
+def system() -> Iterator[ActorSystem]:
+    system = ActorSystem(num_cpus=8)
+    first = system.spawn(Life, preload=["tests.fake_run"])
+    first.ready().result(60.0)
+    first.stop().result(60.0)
+    yield system
+    system.shutdown_now()
+
+
+def live(system: ActorSystem, folder: Path, mode: str, turns: int | None) -> int:
+    life = system.spawn(Life, preload=["tests.fake_run"])
+    try:
+        return life.live.remote(folder, mode, NUM_STEPS, turns).result(60.0)
+    finally:
+        life.stop(grace_s=0.0).result(60.0)
+
+
+def kill_and_resume(system: ActorSystem, folder: Path, mode: str, *, num_kills: int, seed: int) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl of a run that was killed so often, at moments that the seed chooses."""
+    draw = random.Random(f"{mode}/{seed}")
+    turns = live(system, folder / "undisturbed", mode, None)
+    num_killed = 0
+    for _ in range(num_kills):
+        try:
+            live(system, folder / "killed", mode, draw.randrange(turns))
+        except ActorDiedError:
+            num_killed += 1
+    assert num_killed >= num_kills / 2
+    live(system, folder / "killed", mode, None)
+    run = RunFolder(folder / "killed")
+    lines, records = list(run.trained()), list(run.metrics())
+    run.close()
+    assert [line["uid"] for line in lines] == [f"task-{n}" for n in range(NUM_STEPS * GROUPS_PER_STEP)]
+    assert [line["step"] for line in lines] == [1 + n // GROUPS_PER_STEP for n in range(NUM_STEPS * GROUPS_PER_STEP)]
+    assert len({line["row"] for line in lines}) == len(lines)
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, NUM_STEPS + 1))
+    return records
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_anywhere_a_run_trains_on_every_prompt_once(mode: str, system: ActorSystem, tmp_path: Path) -> None:
+    records = kill_and_resume(system, tmp_path, mode, num_kills=4, seed=0)
+    stale = [record["off_policy/max"] for record in records if "loss" in record]
+    assert max(stale) <= (0 if mode == "sync" else 2)
+    if mode == "sync":
+        whole = RunFolder(tmp_path / "undisturbed")
+        assert without_times(records) == without_times(list(whole.metrics()))
+        whole.close()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mode", MODES)
+def test_twenty_kills_lose_and_double_nothing(mode: str, system: ActorSystem, tmp_path: Path) -> None:
+    for seed in range(1, 6):
+        kill_and_resume(system, tmp_path / str(seed), mode, num_kills=20, seed=seed)
