@@ -17,11 +17,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import itertools
 import json
 import math
+import os
 import random
 import resource
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -536,6 +541,138 @@ def random_simulation(draw: random.Random) -> Simulation:
     )
 
 
+# --- real runs
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = {"sync": ROOT / "configs" / "quickstart.yaml", "separate_async": ROOT / "configs" / "quickstart_async.yaml"}
+SAMPLES_PER_STEP = 32 * 16
+SKIPPED_STEPS = 5
+"""First steps are left out: caches are cold, and the first batch has nothing to overlap with."""
+
+
+def measure_quickstart(options: argparse.Namespace) -> dict[str, Any]:
+    """The quickstart on two processes, side by side and in turns: samples per second, and what was learned."""
+    rates: dict[str, list[float]] = {mode: [] for mode in CONFIGS}
+    learned: dict[str, list[float]] = {mode: [] for mode in CONFIGS}
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        for seed, (mode, config) in itertools.product(range(options.seeds), CONFIGS.items()):
+            name = f"{mode}-{seed}"
+            run_cli(config, Path(folder), f"name={name}", f"seed={seed}", f"trainer.num_steps={options.steps}")
+            records = read_lines(Path(folder) / name / "metrics.jsonl")
+            steps = [record["time/step"] for record in records if "loss" in record][SKIPPED_STEPS:]
+            rates[mode].append(SAMPLES_PER_STEP * len(steps) / sum(steps))
+            learned[mode].append([r["eval/greedy/accuracy"] for r in records if "eval/greedy/accuracy" in r][-1])
+            show(name, {"samples_per_s": round(rates[mode][-1]), "held-out accuracy": round(learned[mode][-1], 3)})
+    figure = {
+        "samples per second": {mode: [round(rate) for rate in found] for mode, found in rates.items()},
+        "separate_async, times sync": [
+            round(other / one, 2) for one, other in zip(rates["sync"], rates["separate_async"], strict=True)
+        ],
+        "held-out accuracy": {mode: [round(value, 3) for value in found] for mode, found in learned.items()},
+    }
+    show("quickstart", figure)
+    return {"quickstart": figure}
+
+
+KILLS = 20
+LONGEST_LIFE_S = 12.0
+
+
+def measure_kills(options: argparse.Namespace) -> dict[str, Any]:
+    """Kill processes of real runs at random, and let the runs go on: which prompts were lost, which trained twice?"""
+    figures: dict[str, Any] = {}
+    for mode in ("sync", "colocate_async", "separate_async"):
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            figures[mode] = kill_and_resume(mode, Path(folder))
+        show(f"kills, {mode}", figures[mode])
+    return {"kills": figures}
+
+
+def kill_and_resume(mode: str, folder: Path) -> dict[str, Any]:
+    strategy = "{type: async, max_staleness: 1, enable_partial_rollout: true}"
+    overrides = [
+        f"output_dir={folder}",
+        "name=kills",
+        f"trainer.mode={mode}",
+        "trainer.groups_per_step=8",
+        "checkpoint={every_steps: 4, export_hf: false, resume: auto}",
+        "evaluation={}",
+        "report.completions_every=0",
+        *([] if mode == "sync" else [f"task.produce_strategy_config={strategy}"]),
+    ]
+    draw, victims = random.Random(mode), dict[str, int]()
+    while sum(victims.values()) < KILLS:
+        process = subprocess.Popen(
+            cli(CONFIGS["sync"], "trainer.num_steps=100000", *overrides),
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        while process.poll() is None and sum(victims.values()) < KILLS:
+            time.sleep(draw.uniform(0.0, LONGEST_LIFE_S))
+            pid = draw.choice([process.pid, *sorted(children_of(process.pid))])
+            if (name := kill(pid)) is not None:
+                name = "driver" if pid == process.pid else name
+                victims[name] = victims.get(name, 0) + 1
+            time.sleep(1.0)  # a run that ends of it does so by then, or soon
+        process.kill()
+        process.wait()
+    trained = folder / "kills" / "trained.jsonl"
+    last_step = max(record["step"] for record in read_lines(trained))
+    subprocess.run(cli(CONFIGS["sync"], f"trainer.num_steps={last_step + 4}", *overrides), cwd=ROOT, check=True)
+    lines = read_lines(trained)
+    drawn = [int(line["uid"].rpartition("-")[2]) for line in lines]
+    return {
+        "killed": dict(sorted(victims.items())),
+        "steps": lines[-1]["step"],
+        "prompts trained": len(drawn),
+        "lost": len(set(range(len(set(drawn)))) - set(drawn)),
+        "doubled": len(drawn) - len(set(drawn)),
+    }
+
+
+def cli(config: Path, *overrides: str) -> list[str]:
+    return [sys.executable, "-m", "xrl_lite.cli", "train", str(config), *overrides]
+
+
+def run_cli(config: Path, folder: Path, *overrides: str) -> None:
+    """Run a config to its end, quietly."""
+    command = cli(config, f"output_dir={folder}", "report.completions_every=0", "checkpoint.every_steps=0", *overrides)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def kill(pid: int) -> str | None:
+    """End a process without a word and return its name; None if it is gone."""
+    try:
+        name = Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip()
+        os.kill(pid, signal.SIGKILL)
+    except (OSError, ValueError):
+        return None
+    return name
+
+
+def children_of(pid: int) -> set[int]:
+    """Live processes below one."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text(encoding="utf-8").rsplit(")", 1)[1].split()[:2]
+        except (OSError, IndexError):
+            continue
+        if state != "Z":
+            parents[int(stat.parent.name)] = int(parent)
+    found, frontier = set[int](), {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier} - found
+        found |= frontier
+    return found
+
+
 def cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
@@ -551,7 +688,10 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "overlap": measure_overlap,
     "schedules": measure_schedules,
 }
-REAL: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {}
+REAL: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "quickstart": measure_quickstart,
+    "kills": measure_kills,
+}
 
 
 if __name__ == "__main__":

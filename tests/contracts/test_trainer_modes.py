@@ -18,6 +18,7 @@ from xrl_lite.agent_loop import AsyncProduceStrategyConfig
 from xrl_lite.data import RolloutState
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import ConfigError, PluginError, RunError, UnknownNameError
+from xrl_lite.replay_buffer import SQLiteStore
 from xrl_lite.trainer import RLTrainer, register_trainer
 from xrl_lite.trainer.merging import merge_metrics
 from xrl_lite.trainer.modes import layout_of, trainer_class
@@ -327,6 +328,42 @@ async def test_a_run_goes_on_in_another_folder_without_losing_a_prompt(
     groups = [uid for place in (folder, elsewhere) for uids in trained(place).values() for uid in uids]
     assert groups == [f"task-{n}" for n in range(10)]
     elsewhere.close()
+
+
+@pytest.mark.parametrize("mode", ASYNC)
+async def test_after_a_resume_no_burst_of_groups_is_begun(
+    mode: str, system: ActorSystem, folder: RunFolder, tmp_path: Path
+) -> None:
+    """What was trained on after the checkpoint is trained on again, from the disk; only then is anything new begun."""
+    path = tmp_path / "buffer.sqlite"
+    options = {"mode": mode, "rows": rows(64), "checkpoint": {"every_steps": 2}, "evaluation": {"every_steps": 0}}
+
+    class Dying(Engine):
+        async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+            if batch.step == 6:
+                raise RunError("killed")
+            return await super().train_batch(batch)
+
+    callback = Callback()
+    first = make_trainer(
+        system, folder, engine=Dying(), store=SQLiteStore(path), trainer={"num_steps": 8}, callback=callback, **options
+    )
+    with pytest.raises(RunError, match="killed"):
+        await fit(first)
+    assert callback.saved == [2, 4]
+    drawn = first.parts.replay_buffer.num_admitted
+
+    class Watching(Engine):
+        async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+            if batch.step < 6:
+                assert again.parts.replay_buffer.num_admitted == drawn
+            return await super().train_batch(batch)
+
+    again = make_trainer(
+        system, folder, engine=Watching(), store=SQLiteStore(path), trainer={"num_steps": 8}, **options
+    )
+    await fit(again, folder.checkpoints / "step_000002")
+    assert [uid for uids in trained(folder).values() for uid in uids] == [f"task-{n}" for n in range(16)]
 
 
 # --- names

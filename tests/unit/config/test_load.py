@@ -96,6 +96,59 @@ def test_producing_and_reporting_that_cannot_work_is_refused(tmp_path: Path, ove
     assert wanted in refusal(write(tmp_path), override)
 
 
+ASYNC = "task.produce_strategy_config={type: async, max_staleness: 1}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "wanted"),
+    [
+        (["trainer.mode=synk"], "Unknown trainer mode 'synk'. Did you mean 'sync'?"),
+        (["trainer.mode=separate_async"], "write task.produce_strategy_config: {type: async, max_staleness: 1}"),
+        (["trainer.sync_weights_interval=0"], "greater than 0"),
+        (
+            ["trainer.sync_weights_interval=4", "checkpoint.every_steps=6"],
+            "checkpoint.every_steps (6) must be a multiple of trainer.sync_weights_interval (4)",
+        ),
+        (
+            ["trainer.sync_weights_interval=4", "evaluation.every_steps=10"],
+            "evaluation.every_steps (10) must be a multiple of trainer.sync_weights_interval (4)",
+        ),
+        (
+            ["trainer.mode=colocate_async", ASYNC, "trainer.sync_weights_interval=9"],
+            "max_off_policy_threshold (8) must be at least trainer.sync_weights_interval (9)",
+        ),
+        (
+            ["trainer.mode=separate_async", "task.produce_strategy_config.type=async"],
+            "it would wait for every update. Set produce_strategy_config.max_staleness to 1 or more",
+        ),
+        (
+            ["trainer.mode=separate_async", ASYNC, "trainer.num_warmup_batches=2"],
+            "num_warmup_batches (2) is more than the bound on the age of samples allows, which is 1",
+        ),
+        (
+            ["trainer.mode=separate_async", ASYNC, "rollout.sleep_level=1"],
+            "with trainer.mode=separate_async they never sleep",
+        ),
+        (
+            ["trainer.mode=separate_async", ASYNC, "task.produce_strategy_config.should_continue_fn=a:b"],
+            "should_continue_fn says when a batch is complete",
+        ),
+        (["trainer.mode=colocate_async", ASYNC, "trainer.parameter_sync_step=2"], "is for separate_async"),
+        (
+            ["trainer.mode=separate_async", ASYNC, "trainer.parameter_sync_step=3"],
+            "must be a multiple of engine.num_mini_batches times trainer.parameter_sync_step (3)",
+        ),
+        (["trainer.num_warmup_batches=1"], "num_warmup_batches is for the async modes"),
+        (
+            ["rollout.sleep_level=2", "trainer.sync_weights_interval=2"],
+            "rollout.sleep_level=2 forgets the weights in every step",
+        ),
+    ],
+)
+def test_a_mode_that_cannot_work_is_refused(tmp_path: Path, overrides: list[str], wanted: str) -> None:
+    assert wanted in refusal(write(tmp_path), *overrides)
+
+
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
     task = run_settings(tmp_path, Path("model"))["task"]
     text = refusal(write(tmp_path, agent_loop_manager={"tasks": [task]}))
