@@ -37,7 +37,7 @@ LOOP = "module"
 pytestmark = [pytest.mark.asyncio(loop_scope=LOOP), pytest.mark.process, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_WEIGHTS = ["torch", "bigram", pytest.param("vllm", marks=pytest.mark.vllm)]
+WITH_WEIGHTS = ["torch", "bigram", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)])]
 ENGINES = ["fake", "openai", *WITH_WEIGHTS]
 LONG = 90
 
@@ -103,7 +103,7 @@ def settings_of(name: str, server: CompletionsServer) -> dict[str, Any]:
         case "vllm":
             return {
                 "max_model_len": 128,
-                "start_timeout_s": 290.0,
+                "start_timeout_s": 580.0,
                 "engine_options": {"kv_cache_memory_bytes": 64 << 20},
             }
         case _:
