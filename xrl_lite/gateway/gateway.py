@@ -132,22 +132,14 @@ class Gateway:
         self._sample_params = sample_params or SampleParams()
         if config.template_kwargs:
             tokenizer = Tokenizer(tokenizer.hf, template_kwargs={**tokenizer.template_kwargs, **config.template_kwargs})
-        parser = ToolParser.get_tool_parser(config.tool_format, tokenizer)
-        template = ChatTemplate(
-            tokenizer, end_ids=tokenizer.token_ids_of(parser.stop_texts) | frozenset(config.end_token_ids)
+        self._tokenizer = tokenizer
+        self._parser = ToolParser.get_tool_parser(config.tool_format, tokenizer)
+        self._template = ChatTemplate(
+            tokenizer, end_ids=tokenizer.token_ids_of(self._parser.stop_texts) | frozenset(config.end_token_ids)
         )
-        check_template(template, on_rewrite=config.on_rewrite)
-        self._tasks = anyio.create_task_group()
-        self._parts = SessionParts(
-            rollout_ctl=rollout_ctl,
-            tokenizer=tokenizer,
-            template=template,
-            parser=parser,
-            config=config,
-            max_trajectory_tokens=self.max_trajectory_tokens,
-            tasks=self._tasks,
-            resume_aborted=resume_aborted,
-        )
+        check_template(self._template, on_rewrite=config.on_rewrite)
+        self._rollout_ctl = rollout_ctl
+        self._resume_aborted = resume_aborted
         self._open: dict[str, _Open] = {}
         self._closed: OrderedDict[str, SessionState] = OrderedDict()
         self._listener: Listener | None = None
@@ -158,12 +150,22 @@ class Gateway:
         from xrl_lite.gateway.listener import Listener
 
         listening = _listen(self.config.host, self.config.port)
-        await self._stack.enter_async_context(_ended_with(self._tasks))
+        tasks = await self._stack.enter_async_context(_cancelled_at_end())
+        self._parts = SessionParts(
+            rollout_ctl=self._rollout_ctl,
+            tokenizer=self._tokenizer,
+            template=self._template,
+            parser=self._parser,
+            config=self.config,
+            max_trajectory_tokens=self.max_trajectory_tokens,
+            tasks=tasks,
+            resume_aborted=self._resume_aborted,
+        )
         self._listener = Listener(self, listening)
-        await self._stack.enter_async_context(self._listener.serving(self._tasks))
+        await self._stack.enter_async_context(self._listener.serving(tasks))
         self._stack.push_async_callback(self._abort_all)  # first of all, so that clients still hear of it
         if self.config.idle_timeout_s is not None:
-            self._tasks.start_soon(self._abort_idle, self.config.idle_timeout_s)
+            tasks.start_soon(self._abort_idle, self.config.idle_timeout_s)
         return self
 
     async def __aexit__(
@@ -311,11 +313,11 @@ class Gateway:
 
 
 @asynccontextmanager
-async def _ended_with(tasks: TaskGroup) -> AsyncGenerator[None]:
-    """Run a task group whose tasks are cancelled at the end."""
-    async with tasks:
+async def _cancelled_at_end() -> AsyncGenerator[TaskGroup]:
+    """Yield a task group whose tasks are cancelled at the end."""
+    async with anyio.create_task_group() as tasks:
         try:
-            yield
+            yield tasks
         finally:
             tasks.cancel_scope.cancel()
 
