@@ -89,7 +89,7 @@ async def tool_calls(tokenizer: Tokenizer, num_calls: int) -> float:
     began = time.process_time()
     finished = await loop.generate_group(states, sample_params=SampleParams(max_tokens=1 << 16))
     used = time.process_time() - began
-    assert all(state.extra_fields["tool_metrics"]["tools/num_calls"] == calls_per_session for state in finished)
+    assert all(state.extra_fields["tool_counts"]["calls"] == calls_per_session for state in finished)
     return used / (len(finished) * calls_per_session)
 
 

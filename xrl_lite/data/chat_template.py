@@ -264,7 +264,7 @@ class ChatTemplate:
         if start is None:
             raise TemplateError(
                 f"The chat template cannot be rendered incrementally: behind the model's turn, "
-                f"{full[mark_end : mark_end + 60]!r} has no token that ends it. Give its id in end_ids."
+                f"{full[mark_end : mark_end + 60]!r} has no token that ends it. Give its id in end_token_ids."
             )
         return ids[start : start + 1], ids[start + 1 :]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +81,20 @@ class ToolCounts:
         self.truncated += result.truncated
         if result.failure is not None:
             self.failures[result.failure] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as plain data."""
+        return {"calls": self.calls, "truncated": self.truncated, "failures": dict(self.failures)}
+
+    @classmethod
+    def total(cls, counts: Iterable[Mapping[str, Any]]) -> ToolCounts:
+        """Return the sum of counts that `as_dict` returned."""
+        total = cls()
+        for each in counts:
+            total.calls += each["calls"]
+            total.truncated += each["truncated"]
+            total.failures.update(each["failures"])
+        return total
 
     def metrics(self) -> dict[str, float]:
         """Return ``tools/...`` metrics."""
