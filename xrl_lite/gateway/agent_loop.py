@@ -122,7 +122,7 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
         yield from super().planned_actors()
         for name, agent in self.agents.items():
             for number in range(agent.max_concurrent if agent.command else 0):
-                yield f"program/{name}/{number}", agent.num_cpus
+                yield f"agent/{name}/{number}", agent.num_cpus
 
     def build_local(
         self,
