@@ -1,4 +1,4 @@
-"""What `examples/` shows of agents and tools is run: the recipe of two tools, by a manager of one's own."""
+"""What `examples/` shows of agents and tools is run: two tools, a manager of one's own, an agent that is not ours."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import pytest
 from examples.two_tools import prices
 from tests.build import build_random_model, write_rows
 from tests.chat_templates import make_tokenizer
+from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.config import load_config
+from xrl_lite.data import RolloutState, Status
 from xrl_lite.data.chat_template import ChatTemplate
 from xrl_lite.data.template_check import check_template
 from xrl_lite.data.tokenizer import Tokenizer
+from xrl_lite.gateway import BlackBoxAgentsConfig
 from xrl_lite.run import train
-from xrl_lite.tools import ToolParser
+from xrl_lite.tools import FunctionCall, ToolParser
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "examples/two_tools/grpo.yaml"
@@ -88,3 +91,39 @@ def test_a_model_without_tool_support_gets_it_from_the_template_of_the_recipe() 
     shown = tokenizer.decode(template.encode(row["prompt"], tools=[prices.price.schema]), False)
     (call,) = ToolParser.get_tool_parser("hermes").parse(shown[shown.rindex("<tool_call>") :], []).calls
     assert (call.name, call.parameters) == ("multiply", {"x": 2, "y": 3})
+
+
+async def test_an_agent_of_the_openai_agents_package_is_trained_as_it_is() -> None:
+    pytest.importorskip("agents")
+    tokenizer = Tokenizer(make_tokenizer("qwen3"))
+    parser = ToolParser.get_tool_parser("hermes")
+    turns = [
+        parser.render([FunctionCall("price", '{"item": "cup"}')]) + "<|im_end|>",
+        parser.render([FunctionCall("multiply", '{"x": 3, "y": 5}')]) + "<|im_end|>",
+        "They cost 15 euros.<|im_end|>",
+    ]
+    rollout = ScriptedRolloutCtl.of_texts(turns, tokenizer.encode_text)
+    settings = {
+        "agents": {"shop": {"runner": "examples.openai_agents.train:run_shop_assistant"}},
+        "sample_params": {"max_tokens": 400},
+    }
+    loop = BlackBoxAgentsConfig.model_validate(settings).build(rollout, None, tokenizer=tokenizer)
+    state = RolloutState(
+        message=[{"role": "user", "content": "What do 3 cups cost together?"}],
+        group_id=0,
+        rollout_id=0,
+        prompt_ids=[1],
+        reward_model={"ground_truth": "15"},
+    )
+    await loop.ready()
+    try:
+        (done,) = await loop.generate_group([state])
+    finally:
+        await loop.aclose()
+    assert (done.status, done.error_msg) == (Status.COMPLETED, None)
+    assert done.reward is not None
+    assert done.reward["score"] == 1.0
+    pairs = zip(done.response_ids or [], done.response_mask or [], strict=True)
+    assert tokenizer.decode([token for token, mask in pairs if mask], False) == "".join(turns)
+    results = [message["content"] for message in done.extra_fields["messages"] if message["role"] == "tool"]
+    assert results == ["5", "15"]
