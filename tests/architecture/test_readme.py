@@ -16,7 +16,7 @@ from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.algorithms.policy_losses import POLICY_LOSSES
 from xrl_lite.config import load_config
 from xrl_lite.judger import JudgerConfig
-from xrl_lite.tools import load_local_tools
+from xrl_lite.tools import read_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -66,4 +66,4 @@ def test_the_shown_tool_and_settings_are_understood(tmp_path: Path) -> None:
     shown = json.loads(settings)["agent_loop_config"]
     shown["tools"]["function_tool_path"] = str(tmp_path / "my_tools.py")
     config = AgentsConfig.model_validate({key: value for key, value in shown.items() if key != "type"})
-    assert [loaded.name for loaded in load_local_tools(config.tools)] == ["population", "calculator"]
+    assert [source.name for source in read_tools(config.tools)] == ["population", "calculator"]

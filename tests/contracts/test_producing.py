@@ -24,6 +24,7 @@ from xrl_lite.agent_loop import (
     SyncProduceStrategyConfig,
     create_agent_loop_manager,
 )
+from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
 from xrl_lite.errors import ConfigError, RolloutError, RunError
 from xrl_lite.replay_buffer import GroupStatus, PromptGroup, ReplayBuffer, ReplayBufferConfig, build_replay_buffer
@@ -322,6 +323,47 @@ async def test_what_does_not_stop_in_time_is_cancelled_and_not_lost() -> None:
     producer = make_producer(Scripted(deaf), **over_sampling(1.0), pause_timeout_s=0.02, abort_interval_s=0.01)
     assert rows_of(await produce(producer, 1, step=1)) == [1]
     assert producer.replay_buffer.status("t-0") is GroupStatus.ABORTED
+
+
+async def test_an_attempt_of_several_trajectories_that_was_cut_short_is_run_again_as_one() -> None:
+    requests = Requests()
+
+    class Splits(Scripted):
+        async def generate_sample(self, rollout_state: RolloutState) -> Any:
+            state = await super().generate_sample(rollout_state)
+            first = state.model_copy(deep=True)
+            for number, each in enumerate((first, state)):
+                each.session_id, each.extra_fields["trajectory"] = "s", {"number": number, "of": 2}
+            return [first, state]
+
+    def slow(state: RolloutState) -> Any:
+        return requests.hang(state) if state.extra_fields["row"] == 0 and not requests.num_aborts else None
+
+    loop = Splits(slow)
+    producer = make_producer(loop, requests=requests, group_size=1, **over_sampling(0.5), abort_interval_s=0.01)
+    assert rows_of(await produce(producer, 1, step=1)) == [1]
+    loop.made = []
+    groups = await produce(producer, 1, step=2)
+    assert rows_of(groups) == [0]
+    assert [name for name in loop.made if name == ("t", 0)] == [("t", 0)]
+    assert len(groups[0].states) == 2
+
+
+async def test_a_pause_gives_judgements_their_grace_and_no_more() -> None:
+    class Slow(ByText):
+        async def judge(self, rollout_state: RolloutState) -> RolloutState:
+            if rollout_state.extra_fields["row"] == 0:
+                await anyio.sleep_forever()
+            return await super().judge(rollout_state)
+
+    loop = SingleTurnAgentLoopConfig(judge_grace_s=0.01).build_local(ScriptedRolloutCtl(lambda _: [65]), Slow())
+    producer = make_producer(loop, **over_sampling(1.0), pause_timeout_s=30.0)
+    assert rows_of(await produce(producer, 1, step=1)) == [1]
+    assert producer.replay_buffer.status("t-0") is GroupStatus.ABORTED
+    (group,) = [group for group in producer.replay_buffer.table if group.uid == "t-0"]
+    assert {(state.status, state.finish_reason, state.reward is None) for state in group.states} == {
+        (Status.ABORTED, "abort", True)
+    }
 
 
 async def test_should_continue_fn_decides_when_a_batch_is_enough() -> None:

@@ -31,6 +31,8 @@ from xrl_lite.agent_loop import AgentLoopBase, AgentLoopOutput
 
 class Where(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
+        if kwargs["extra_info"].get("deadly"):
+            os._exit(3)
         output = await self.server_manager.generate("r", prompt_ids=[1, 2], sampling_params={"max_tokens": 3})
         return AgentLoopOutput(
             prompt_ids=[1, 2], response_ids=output.token_ids, response_mask=[1] * len(output.token_ids),
@@ -75,10 +77,10 @@ def make_states(count: int = 2) -> list[RolloutState]:
     return [RolloutState(message=[{"role": "user", "content": "1"}], group_id=0, rollout_id=n) for n in range(count)]
 
 
-async def test_one_process_runs_the_loop_and_asks_back_also_for_what_fails(
+async def test_one_process_runs_the_loop_asks_back_and_is_replaced(
     system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    answers: Iterator[Any] = iter([[5, 6, 7, 8]] * 2 + [RolloutError("scripted failure"), [5]])
+    answers: Iterator[Any] = iter([[5, 6, 7, 8]] * 2 + [RolloutError("scripted failure"), [5], [5]])
     rollout, judger = ScriptedRolloutCtl(lambda _: next(answers)), Judger()
     loop = settings(tmp_path, tiny_model_folder, 1).build(rollout, judger, system=system)
     assert isinstance(loop, RemoteAgentLoop)
@@ -95,6 +97,12 @@ async def test_one_process_runs_the_loop_and_asks_back_also_for_what_fails(
     states = await loop.generate_group(make_states())
     assert sorted(state.status.value for state in states) == ["completed", "failed"]
     assert "scripted failure" in str(next(s.error_msg for s in states if s.status is Status.FAILED))
+    # a group that kills its process is begun anew once, then lost; the next one is served
+    (lost,) = await loop.generate_group([make_states(1)[0].model_copy(update={"extra_fields": {"deadly": True}})])
+    assert lost.status is Status.FAILED
+    assert "agent_loop/0" in str(lost.error_msg)
+    (state,) = await loop.generate_group(make_states(1))
+    assert (state.response_ids, loop.host.restarts) == ([5], 2)
 
 
 async def test_a_router_spreads_groups_and_a_dead_engine_ends_them(

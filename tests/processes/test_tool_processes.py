@@ -11,7 +11,7 @@ import pytest
 
 from xrl_lite.actors import ActorSystem
 from xrl_lite.errors import ToolError
-from xrl_lite.tools import FunctionCall, McpServerConfig, Toolbox, ToolResult, ToolsConfig, load_local_tools, load_tools
+from xrl_lite.tools import FunctionCall, McpServerConfig, Toolbox, ToolResult, ToolsConfig, load_tools
 
 pytestmark = pytest.mark.process
 
@@ -96,7 +96,7 @@ async def ask(toolbox: Toolbox, name: str, arguments: str) -> ToolResult:
 
 async def test_a_function_in_a_process_is_ended_and_replaced(system: ActorSystem, tmp_path: Path) -> None:
     config = ToolsConfig(function_tool_path=write(tmp_path, "functions.py", FUNCTIONS))
-    toolbox = Toolbox(load_local_tools(config, system=system), call_timeout_s=1.0)
+    toolbox = Toolbox(await load_tools(config, system=system), call_timeout_s=1.0)
     outcomes = [await ask(toolbox, "work", f'{{"what": "{what}"}}') for what in ("a", "hang", "a", "die", "a")]
     assert [outcome.failure for outcome in outcomes] == [None, "timeout", None, "died", None]
     pids = {str(outcome.response.text).rpartition(" ")[2] for outcome in outcomes if outcome.failure is None}
@@ -108,7 +108,7 @@ async def test_a_function_in_a_process_is_ended_and_replaced(system: ActorSystem
 async def test_a_class_in_processes_keeps_each_trajectory_where_it_began(system: ActorSystem, tmp_path: Path) -> None:
     write(tmp_path, "classes.py", CLASSES)
     config = ToolsConfig(tool_config_path=write(tmp_path, "tools.yaml", ENTRY.format(folder=tmp_path)))
-    toolbox = Toolbox(load_local_tools(config, system=system), call_timeout_s=20.0)
+    toolbox = Toolbox(await load_tools(config, system=system), call_timeout_s=20.0)
     async with (
         toolbox.session(create_kwargs={"note": {"first": ">"}}) as one,
         toolbox.session() as two,

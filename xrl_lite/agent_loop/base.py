@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -100,13 +100,28 @@ class AgentLoopConfig(Settings, ABC):
     ) -> AgentLoop:
         """Make the loop in this process; arguments as for `build`. `system` is for what the loop starts."""
 
+    @property
+    def max_response_tokens(self) -> int:
+        """Tokens behind the prompt that an attempt may have."""
+        return self.sample_params.max_tokens
+
     def max_row_tokens(self, max_prompt_tokens: int | None) -> int:
         """Return the most tokens, prompt and response together, that a row of this loop has.
 
         Args:
             max_prompt_tokens: Longest prompt of the data set, in tokens.
         """
-        return self.sample_params.max_tokens + (max_prompt_tokens or 1)
+        return self.max_response_tokens + (max_prompt_tokens or 1)
+
+    def planned_actors(self) -> Iterator[tuple[str, float]]:
+        """Yield name and CPU slots of every actor that the loop will start.
+
+        Raises:
+            ConfigError: what there is to start cannot be told, since a file is missing or wrong.
+        """
+        for number in range(self.cpu_resources.num_workers if self.cpu_resources else 0):
+            assert self.cpu_resources is not None, "there are workers"
+            yield f"agent_loop/{number}", self.cpu_resources.num_cpus_per_worker
 
     def check_rows(self, rows: Sequence[Row]) -> None:
         """Check that the loop can serve rows, before anything starts.
@@ -141,7 +156,7 @@ class AgentLoop(ABC):
         self.sample_params = sample_params
         self.enable_batch_judge = enable_batch_judge
         self._judge_grace_s = judge_grace_s
-        self._pausing: anyio.Event | None = None
+        self._paused = anyio.Event()
 
     @abstractmethod
     async def generate_sample(self, rollout_state: RolloutState) -> RolloutState | list[RolloutState]:
@@ -182,8 +197,9 @@ class AgentLoop(ABC):
     async def run_judger(self, states: RolloutState | list[RolloutState]) -> Any:
         """Judge a state, or several in one call, and return what the judger returns.
 
-        Once the loop is paused, the judgement has `judge_grace_s` left; then it is cancelled and the states come back
-        ABORTED, without a reward. What the judger raises is raised.
+        While the loop is paused, a judgement has `judge_grace_s`, counted from the pause or from its own beginning,
+        whichever is later; then it is cancelled and the states come back ABORTED, without a reward. What the judger
+        raises is raised.
         """
         assert self.judger is not None, "there is a judger"
         judge = self.judger.batch_judge if isinstance(states, list) else self.judger.judge
@@ -195,7 +211,7 @@ class AgentLoop(ABC):
             running.cancel_scope.cancel()
 
         async def run_grace() -> None:
-            await self._pause_event().wait()
+            await self._paused.wait()
             await anyio.sleep(self._judge_grace_s)
             running.cancel_scope.cancel()
 
@@ -214,15 +230,16 @@ class AgentLoop(ABC):
         """Wait until the loop can serve; raises what keeps it from that. Loops start without it, too."""
 
     async def pause(self) -> None:
-        """Stop generating, and give judgements that are under way their grace."""
-        event = self._pause_event()
-        event.set()
-        try:
-            pause_generation = getattr(self.rollout_ctl, "pause_generation", None)
-            if pause_generation is not None:
-                await pause_generation()
-        finally:
-            self._pausing = None
+        """Give judgements no more than their grace, until `resume`. Whoever pauses ends requests of the engine himself.
+
+        Called again, it changes nothing.
+        """
+        self._paused.set()
+
+    async def resume(self) -> None:
+        """Give judgements the time they need."""
+        if self._paused.is_set():
+            self._paused = anyio.Event()
 
     async def aclose(self) -> None:
         """Give back what the loop holds: processes, tools."""
@@ -238,11 +255,6 @@ class AgentLoop(ABC):
                     spread_judgement(states)
         return [state for states in attempts for state in states]
 
-    def _pause_event(self) -> anyio.Event:
-        if self._pausing is None:
-            self._pausing = anyio.Event()
-        return self._pausing
-
 
 def needs_judgement(state: RolloutState) -> bool:
     """Return whether a state is to be judged: it was generated, and the loop gave it no reward."""
@@ -256,6 +268,15 @@ def spread_judgement(states: Sequence[RolloutState]) -> None:
         state.reward = None if last.reward is None else dict(last.reward)
         if last.status is not Status.COMPLETED:
             state.status, state.error_msg = last.status, last.error_msg
+
+
+def is_to_be_run(state: RolloutState) -> bool:
+    """Return whether an attempt is (still) to be run: not what is done, nor earlier trajectories of what was cut short.
+
+    The last trajectory of an attempt is the state that it began with, so it stands for the whole.
+    """
+    trajectory = state.extra_fields.get("trajectory")
+    return state.status is not Status.COMPLETED and (trajectory is None or trajectory["number"] == trajectory["of"] - 1)
 
 
 def check_batch_judge(config: AgentLoopConfig, judger_config: JudgerConfig | ComposedJudgerConfig) -> None:

@@ -66,6 +66,7 @@ class StateClient:
         self._rollout_ctl = rollout_ctl
         self._sample_params = sample_params
         self._task_name = task_name
+        self._known: tuple[dict[str, Any], SampleParams] = ({}, sample_params)
 
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]
@@ -76,14 +77,14 @@ class StateClient:
             ConfigError: a sampling parameter is unknown or out of range.
             RolloutError: the response could not be generated.
         """
-        state = RolloutState(
+        state = RolloutState.model_construct(  # validating a long prompt costs more than all the rest
             message=[],
             prompt_ids=list(prompt_ids),
             # the turn belongs to the id, since equal ids have equal seeds
             rollout_id=f"{request_id}/{len(prompt_ids)}",
             session_id=request_id,
             task_name=self._task_name,
-            sample_params=merge_sampling_params(self._sample_params, sampling_params),
+            sample_params=self._merge(sampling_params),
         )
         state = await self._rollout_ctl.generate(state)
         if state.status is Status.FAILED:
@@ -97,3 +98,13 @@ class StateClient:
                 "finish_reason": state.finish_reason,
             },
         )
+
+    def _merge(self, given: Mapping[str, Any]) -> SampleParams:
+        """Return the parameters of a request; those of one session mostly differ in `max_tokens` alone."""
+        rest = {name: value for name, value in given.items() if name != "max_tokens"}
+        if rest != self._known[0]:
+            self._known = (rest, merge_sampling_params(self._sample_params, rest))
+        limit = given.get("max_tokens")
+        if isinstance(limit, int) and limit > 0:
+            return self._known[1].model_copy(update={"max_tokens": limit})
+        return merge_sampling_params(self._sample_params, given) if "max_tokens" in given else self._known[1]

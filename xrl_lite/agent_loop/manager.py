@@ -21,16 +21,16 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import anyio
 from anyio.abc import TaskGroup
 
 from xrl_lite.actors import now
-from xrl_lite.agent_loop.base import AgentLoop
+from xrl_lite.agent_loop.base import AgentLoop, is_to_be_run
 from xrl_lite.agent_loop.strategy import AgentLoopManagerConfig, IsValidSampleFn, all_are_valid
-from xrl_lite.data import RolloutState, Status, reset_rollout_response
-from xrl_lite.errors import ConfigError, LeaseError, RunError, errors_as_themselves
+from xrl_lite.data import RolloutState, Status, reset_rollout_response, split_sessions
+from xrl_lite.errors import ActorError, ConfigError, LeaseError, RunError, errors_as_themselves
 from xrl_lite.log import get_logger
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import GroupStatus, Lease, PromptGroup, ReplayBuffer
@@ -212,14 +212,15 @@ class AgentLoopManager:
     async def pause(self) -> float:
         """Bring all groups in flight to an end; return the seconds it took.
 
-        Requests are ended in the engine, again and again as attempts make new ones. Groups that end meanwhile count as
-        ever; the others are stored as aborted with what they have. After `pause_timeout_s` the rest is cancelled, and
-        waits to be run again.
+        Requests are ended in the engine, again and again as attempts make new ones, and judgements get the grace of
+        their agent loop. Groups that end meanwhile count as ever; the others are stored as aborted with what they have.
+        After `pause_timeout_s` the rest is cancelled, and waits to be run again.
         """
         started = now()
         self._is_pausing = True
         try:
             with anyio.move_on_after(self.config.pause_timeout_s):
+                await self._on_all_loops("pause")
                 while self._in_flight:
                     if self._requests is not None:
                         await self._requests.abort_all()
@@ -230,6 +231,8 @@ class AgentLoopManager:
             await self._wait_until_idle()
         finally:
             self._is_pausing = False
+            with anyio.move_on_after(self.config.pause_timeout_s, shield=True):  # loops are used again, however it ends
+                await self._on_all_loops("resume")
         return now() - started
 
     async def evaluate(
@@ -288,7 +291,7 @@ class AgentLoopManager:
     async def _generate(self, group: PromptGroup) -> list[RolloutState]:
         """Make the attempts that are not complete, and return all of them in their places."""
         loop = self._loop_of(group.task_name)
-        states = list(group.states)
+        states = [state for state in group.states if state.status is Status.COMPLETED or is_to_be_run(state)]
         places = [place for place, state in enumerate(states) if state.status is not Status.COMPLETED]
         todo = [self._prepare(states[place]) for place in places]
         with anyio.move_on_after(self.config.group_timeout_s) as limit:
@@ -335,10 +338,11 @@ class AgentLoopManager:
             counts.num_failed += 1
 
     def _count(self, counts: GroupCounts, states: Sequence[RolloutState], seconds: float) -> None:
+        attempts = split_sessions(states)
         counts.num_groups += 1
-        counts.num_samples += len(states)
+        counts.num_samples += len(attempts)
         counts.num_tokens += sum(len(state.response_ids or ()) for state in states)
-        rewards = [state.reward.get("score") for state in states if state.reward]
+        rewards = [reward.get("score") for *_, last in attempts if (reward := last.reward)]
         scores = [score for score in rewards if isinstance(score, int | float)]
         counts.raw_rewards_sum += sum(scores)
         counts.raw_rewards_count += len(scores)
@@ -347,6 +351,19 @@ class AgentLoopManager:
     def _loop_of(self, task_name: str | None) -> AgentLoop:
         loop = self.agent_loops.get(task_name or "")
         return loop or next(iter(self.agent_loops.values()))
+
+    async def _on_all_loops(self, method: Literal["pause", "resume"]) -> None:
+        """Pause or resume every loop. One whose process is gone has no groups that could be waited for."""
+
+        async def call(loop: AgentLoop) -> None:
+            try:
+                await getattr(loop, method)()
+            except ActorError as error:
+                logger.warning("an agent loop did not %s: %s", method, error)
+
+        async with anyio.create_task_group() as calling:
+            for loop in dict.fromkeys(self.agent_loops.values()):
+                calling.start_soon(call, loop)
 
     async def _wait_until_idle(self) -> None:
         while self._in_flight:

@@ -8,7 +8,8 @@
          '------------ answer: the state -----------> ...
                     <- the finished states
 
-Each group has its own line of requests, so a group that is cancelled takes its requests along.
+Each group has its own line of requests, so a group that is cancelled takes its requests along. A process that dies is
+replaced and its groups are begun anew, once; a group whose process dies again has failed.
 
 Waits for    the loop there; requests it makes meanwhile; what they ask for
 Is woken by  its end, which ends the waiting for requests
@@ -29,14 +30,23 @@ from typing import TYPE_CHECKING, Any, Literal
 import anyio
 
 from xrl_lite import actors
-from xrl_lite.actors import ActorHandle, CPUResourcesConfig, register_cpu_resources, unregister_cpu_resources
+from xrl_lite.actors import (
+    ActorHandle,
+    CPUResourcesConfig,
+    RestartPolicy,
+    register_cpu_resources,
+    unregister_cpu_resources,
+)
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
-from xrl_lite.data import RolloutState, SampleParams
-from xrl_lite.errors import errors_as_themselves
+from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.errors import ActorDiedError, errors_as_themselves
+from xrl_lite.log import get_logger
 from xrl_lite.registry import load_plugins
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
+
+logger = get_logger(__name__)
 
 Asked = Literal["generate", "judge", "batch_judge"]
 
@@ -115,6 +125,10 @@ class LoopHost:
         """Pause the loop."""
         await self._loop.pause()
 
+    async def resume(self) -> None:
+        """Let the loop go on."""
+        await self._loop.resume()
+
     async def aclose(self) -> None:
         """Give back what the loop holds."""
         await self._loop.aclose()
@@ -174,15 +188,24 @@ class RemoteAgentLoop(AgentLoop):
     async def generate_group(
         self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
     ) -> list[RolloutState]:
-        group = uuid.uuid4().hex
+        group, states = uuid.uuid4().hex, list(rollout_states)
+        restarts = self.host.restarts
         self.num_running += 1
         try:
             with errors_as_themselves():
                 async with anyio.create_task_group() as serving:
                     serving.start_soon(self._serve, group)
-                    finished = await self.host.generate_group.remote(group, list(rollout_states), sample_params)
+                    run = self.host.generate_group.options(max_task_retries=1)
+                    finished = await run.remote(group, states, sample_params)
                     serving.cancel_scope.cancel()
             return finished
+        except ActorDiedError as error:
+            if self.host.is_up and self.host.restarts == restarts:
+                raise  # an engine, say: the loop told of it
+            logger.warning("a group is lost, its process died twice: %s", error)
+            for state in states:
+                state.status, state.error_msg = Status.FAILED, f"sample {state.rollout_id}: {error}"
+            return states
         finally:
             self.num_running -= 1
 
@@ -191,9 +214,10 @@ class RemoteAgentLoop(AgentLoop):
         await self.host.loop_ready.remote()
 
     async def pause(self) -> None:
-        async with anyio.create_task_group() as pausing:
-            pausing.start_soon(super().pause)
-            pausing.start_soon(self._pause_host)
+        await self.host.pause.remote()
+
+    async def resume(self) -> None:
+        await self.host.resume.remote()
 
     async def aclose(self) -> None:
         """End the process."""
@@ -204,16 +228,14 @@ class RemoteAgentLoop(AgentLoop):
             self.on_close()
             self.on_close = None
 
-    async def _pause_host(self) -> None:
-        await self.host.pause.remote()
-
     async def _serve(self, group: str) -> None:
         async with anyio.create_task_group() as answering:
             while True:
-                for number, what, payload in await self.host.take.remote(group):
+                for number, what, payload in await self.host.take.options(max_task_retries=1).remote(group):
                     answering.start_soon(self._answer, number, what, payload)
 
     async def _answer(self, number: int, what: Asked, payload: Any) -> None:
+        answer = self.host.answer.options(max_task_retries=1)
         try:
             if what == "generate":
                 value: Any = await self.rollout_ctl.generate(payload)
@@ -221,9 +243,9 @@ class RemoteAgentLoop(AgentLoop):
                 assert self.judger is not None, "the host knows whether there is one"
                 value = await getattr(self.judger, what)(payload)
         except Exception as error:  # noqa: BLE001 - raised again where it was asked for
-            await self.host.answer.remote(number, None, error)
+            await answer.remote(number, None, error)
         else:
-            await self.host.answer.remote(number, value, None)
+            await answer.remote(number, value, None)
 
 
 class RouterAgentLoop(AgentLoop):
@@ -255,6 +277,11 @@ class RouterAgentLoop(AgentLoop):
         async with anyio.create_task_group() as pausing:
             for loop in self._loops:
                 pausing.start_soon(loop.pause)
+
+    async def resume(self) -> None:
+        async with anyio.create_task_group() as resuming:
+            for loop in self._loops:
+                resuming.start_soon(loop.resume)
 
     async def aclose(self) -> None:
         """End the processes."""
@@ -304,6 +331,7 @@ def build_remote(
                 num_cpus=resources.num_cpus_per_worker,
                 memory_bytes=resources.cpu_memory_per_worker,
                 max_concurrency=_MAX_CONCURRENCY,
+                restart=RestartPolicy(),
                 preload=[module for module in PRELOAD if find_spec(module.partition(".")[0])],
             )
             loops.append(RemoteAgentLoop(located, host, rollout_ctl, judger))

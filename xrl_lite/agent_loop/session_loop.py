@@ -120,6 +120,8 @@ class SessionLoop(AgentLoop):
         states = [state.model_copy(deep=True) for _ in outputs[:-1]] + [state]
         for number, (each, output) in enumerate(zip(states, outputs, strict=True)):
             self._fill(each, output)
+            each.session_id = None
+            each.extra_fields.pop("trajectory", None)  # of a run that was cut short
             if len(outputs) > 1:
                 each.session_id = f"{state.group_id}/{state.rollout_id}"
                 each.extra_fields["trajectory"] = {"number": number, "of": len(outputs)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -13,11 +14,12 @@ from xrl_lite.agent_loop.base import AgentLoopConfig, RolloutCtl, StateJudger
 from xrl_lite.agent_loop.client import StateClient
 from xrl_lite.agent_loop.output import AgentLoopOutput
 from xrl_lite.agent_loop.session_loop import SessionLoop, row_of, tokenizer_of
+from xrl_lite.agent_loop.tool_agent import RowTools
 from xrl_lite.data import RolloutState, Row, SampleParams
 from xrl_lite.data.token_builder import OnRewrite
-from xrl_lite.errors import ConfigError
+from xrl_lite.errors import ConfigError, did_you_mean
 from xrl_lite.settings import UserPath
-from xrl_lite.tools import Toolbox, ToolParser, ToolsConfig, load_tools
+from xrl_lite.tools import Toolbox, ToolParser, ToolsConfig, load_tools, read_tools
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
@@ -50,6 +52,9 @@ class AgentsConfig(AgentLoopConfig):
     """Where the chat template changes earlier turns (reasoning that is dropped): fork into a second trajectory, refuse
     to start, or keep the turns as they were sampled."""
 
+    chat_template: UserPath | None = None
+    """Jinja file that takes the place of the model's own chat template, for example one that knows tools."""
+
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the chat template, for example {enable_thinking: false}."""
 
@@ -73,20 +78,49 @@ class AgentsConfig(AgentLoopConfig):
         """Make the loop."""
         return SessionsAgentLoop(self, rollout_ctl, judger, tokenizer=tokenizer, system=system)
 
+    @property
+    def max_response_tokens(self) -> int:
+        return self.response_length or self.sample_params.max_tokens
+
+    def planned_actors(self) -> Iterator[tuple[str, float]]:
+        yield from super().planned_actors()
+        tools = [
+            *((source.name or source.where, source.num_workers, source.num_cpus) for source in read_tools(self.tools)),
+            *((f"mcp/{server.name}", 1, server.num_cpus) for server in self.tools.mcp_servers),
+        ]
+        for _ in range(self.cpu_resources.num_workers if self.cpu_resources else 1):  # each loop has tools of its own
+            for name, num_workers, num_cpus in tools:
+                for number in range(num_workers):
+                    yield f"tool/{name}/{number}", num_cpus
+
     def check_rows(self, rows: Sequence[Row]) -> None:
-        """Check that there is an agent for every row.
+        """Check that the tools can be had, and that there are an agent and the tools it asks for for every row.
 
         Raises:
-            ConfigError: a row names one that there is not; says which row.
+            ConfigError: a row names an agent or a tool that there is not, and says which row; a file is missing.
+            ToolError: a tool cannot be used.
+            PluginError: a file or class of a tool cannot be loaded.
         """
+        if self.chat_template is not None:
+            _read_template(self.chat_template)
         table = AgentTable(self.agent_loop_config_path)
         table.check(self.default_agent_loop)
+        sources = read_tools(self.tools)
+        known = {source.name for source in sources if source.name is not None}
+        all_known = len(known) == len(sources) and not self.tools.mcp_servers
         for row in rows:
-            if row.agent_name is not None:
-                try:
+            try:
+                if row.agent_name is not None:
                     table.check(row.agent_name)
-                except ConfigError as error:
-                    raise ConfigError(f"row {row.index}: {error}") from error
+                selected = RowTools.of({"extra_info": row.extra_info}).selection or []
+            except ConfigError as error:
+                raise ConfigError(f"row {row.index}: {error}") from error
+            unknown = [name for name in selected if name not in known]
+            if unknown and all_known:
+                raise ConfigError(
+                    f"row {row.index}: it names the tool {unknown[0]!r}, which there is not."
+                    f"{did_you_mean(unknown[0], known)} There are: {', '.join(sorted(known)) or 'none'}."
+                )
 
 
 class SessionsAgentLoop(SessionLoop):
@@ -192,7 +226,12 @@ class SessionsAgentLoop(SessionLoop):
         if tools:
             from xrl_lite.data.template_check import check_template
 
-            check_template(self._template, tools=[tool.schema for tool in tools], on_rewrite=self._config.on_rewrite)
+            schemas = [tool.schema for tool in tools]
+            try:
+                check_template(self._template, tools=schemas, on_rewrite=self._config.on_rewrite)
+            except BaseException:
+                await toolbox.aclose()
+                raise
         return toolbox
 
     def _make_template(self) -> ChatTemplate:
@@ -218,6 +257,13 @@ def sampling_params_of(params: SampleParams) -> dict[str, Any]:
 def _with_template_kwargs(tokenizer: Tokenizer, config: AgentsConfig) -> Tokenizer:
     from xrl_lite.data.tokenizer import Tokenizer
 
-    if not config.template_kwargs:
-        return tokenizer
-    return Tokenizer(tokenizer.hf, template_kwargs={**tokenizer.template_kwargs, **config.template_kwargs})
+    changes = dict(config.template_kwargs)
+    if config.chat_template is not None:
+        changes["chat_template"] = _read_template(config.chat_template)
+    return Tokenizer(tokenizer.hf, template_kwargs={**tokenizer.template_kwargs, **changes}) if changes else tokenizer
+
+
+def _read_template(path: Path) -> str:
+    if not path.is_file():
+        raise ConfigError(f"chat_template: there is no file {path} (looked for {path.resolve()}).")
+    return path.read_text(encoding="utf-8")

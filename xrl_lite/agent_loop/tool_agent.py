@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from uuid import uuid4
 
 from xrl_lite.agent_loop.agents import AgentLoopBase, refuse_images
@@ -24,7 +24,7 @@ from xrl_lite.agent_loop.client import TokenOutputLike
 from xrl_lite.agent_loop.output import AgentLoopMetrics, AgentLoopOutput
 from xrl_lite.data.token_builder import TokenBuilder
 from xrl_lite.data.tokenizer import Message
-from xrl_lite.errors import RolloutError
+from xrl_lite.errors import ConfigError, RolloutError
 from xrl_lite.tools import FunctionCall, ToolSession, call_message, message_of
 
 StopReason = Literal["no_tool_call", "response_length", "max_assistant_turns", "max_user_turns", "aborted"]
@@ -164,7 +164,7 @@ class ToolAgentLoop(AgentLoopBase):
             "messages": tokens.messages,
             "turn_scores": data.turn_scores,
             "tool_rewards": data.tool_rewards,
-            "tool_metrics": tools.counts.metrics(),
+            "tool_counts": tools.counts.as_dict(),
             "stopped_by": stop,
             "stop_reason": "aborted" if stop == "aborted" else "completed",
             "finish_reason": finish,
@@ -189,11 +189,29 @@ class RowTools:
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowTools:
-        """Read a row."""
+        """Read a row.
+
+        Raises:
+            ConfigError: what it says does not look as it should.
+        """
         info: Mapping[str, Any] = row.get("extra_info") or {}
-        per_tool: Mapping[str, Any] = row.get("tools_kwargs") or info.get("tools_kwargs") or {}
-        kwargs = {name: dict((given or {}).get("create_kwargs") or {}) for name, given in per_tool.items()}
-        return cls(info.get("tool_selection"), kwargs)
+        selection: object = info.get("tool_selection")
+        if selection is not None and not _is_list_of_texts(selection):
+            raise ConfigError(f"tool_selection must be a list of names of tools, got {selection!r:.100}.")
+        per_tool: object = row.get("tools_kwargs") or info.get("tools_kwargs") or {}
+        if not isinstance(per_tool, Mapping) or not all(
+            given is None or isinstance(given, Mapping) for given in cast("Mapping[str, object]", per_tool).values()
+        ):
+            raise ConfigError(f"tools_kwargs must be {{<tool>: {{create_kwargs: {{...}}}}}}, got {per_tool!r:.100}.")
+        kwargs = {
+            name: dict((given or {}).get("create_kwargs") or {})
+            for name, given in cast("Mapping[str, Any]", per_tool).items()
+        }
+        return cls(cast("list[str] | None", selection), kwargs)
+
+
+def _is_list_of_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in cast("list[object]", value))
 
 
 def _add(tokens: TokenBuilder, output: TokenOutputLike, message: Message | None = None) -> None:

@@ -154,6 +154,10 @@ def planned_actors(config: RunConfig, judger_configs: Sequence[AnyJudgerConfig])
         yield PlannedActor(
             name=f"rollout/{number}", num_cpus=config.rollout.num_cpus, num_threads=config.rollout.num_threads
         )
+    for place, task in enumerate(config.tasks, start=1):
+        for name, num_cpus in task.agent_loop_config.planned_actors():
+            label = name if place == 1 else f"{name} ({task.task_name})"
+            yield PlannedActor(name=label, num_cpus=num_cpus, num_threads=max(1, int(num_cpus)))
     for judger in (leaf for judger_config in judger_configs for leaf in leaves(judger_config)):
         resources = judger.cpu_resources
         for number in range(resources.num_workers if resources else 0):
@@ -184,5 +188,6 @@ def check_resources(config: RunConfig, judger_configs: Sequence[AnyJudgerConfig]
         raise ResourceError(
             f"The actors of the run ask for {asked:g} CPU slots, there are {available:g}:\n"
             + "\n".join([*shown, *more])
-            + "\nLower num_workers or num_cpus_per_worker of the judger, num_replicas or num_cpus of the rollout."
+            + "\nLower num_workers or num_cpus_per_worker of the judger, the agent loop or its tools, num_replicas or "
+            "num_cpus of the rollout."
         )

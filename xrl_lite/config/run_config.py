@@ -112,7 +112,7 @@ class RunConfig(Settings):
         """The settings of the algorithm, with what follows from other settings filled in."""
         if self.algorithm.loss_scale_factor is not None:
             return self.algorithm
-        longest = max(task.agent_loop_config.sample_params.max_tokens for task in self.tasks)
+        longest = max(task.agent_loop_config.max_response_tokens for task in self.tasks)
         return self.algorithm.model_copy(update={"loss_scale_factor": float(longest)})
 
     @property
@@ -241,7 +241,7 @@ class RunConfig(Settings):
                 raise ValueError(
                     f"a prompt and its response may have {longest} tokens together, more than "
                     f"engine.max_tokens_per_micro_batch ({limit}), so they could not be trained on. Raise it, or "
-                    f"lower {place}.agent_loop_config.sample_params.max_tokens or "
+                    f"lower {place}.agent_loop_config.sample_params.max_tokens (of agents: response_length) or "
                     f"{place}.sampler_config.max_prompt_tokens; for black_box agents {place}.agent_loop_config."
                     f"prompt_length."
                 )

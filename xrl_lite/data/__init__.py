@@ -10,6 +10,7 @@ from xrl_lite.data.rollout_state import (
     calculate_seq_staleness,
     get_group_status,
     reset_rollout_response,
+    split_sessions,
     update_sample_version,
     update_status_from_finish_reason,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "read_raw_rows",
     "refresh_seq_staleness",
     "reset_rollout_response",
+    "split_sessions",
     "stale_threshold",
     "update_sample_version",
     "update_status_from_finish_reason",

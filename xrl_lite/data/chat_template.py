@@ -33,6 +33,14 @@ ROLES: tuple[Role, ...] = get_args(Role)
 _USER, _ANSWER, _REASON, _NEWS = "uqzuser", "aqzanswer", "rqzreason", "nqznews"
 _TOOL = "tqztool"
 _CALL_ID = "callqz001"
+_DIFFICULT = (
+    " \n\t q'\"\\&<b>{x}[y]|é\u2028%</think>\n\n ",
+    "<tool_response>\n{}\n</tool_response>",
+    '{"q": [1, "x"]}',
+    "0",
+)
+"""Contents that come out changed where a template trims them, escapes them or takes them for something else."""
+_FRAMED_KEYS = {"role", "content", "name", "tool_call_id"}
 _MAX_CACHED = 1024
 _REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 _TAG = re.compile(r"(<[^<>]+>|\[[^\[\]]+\])")
@@ -90,6 +98,21 @@ class TemplateRules:
     """Sequences that the template does not take, and what it says."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Frame:
+    """What a template writes around the contents of messages that follow a turn."""
+
+    rest_of_turn: tuple[str, list[int]]
+    """What is behind the mark in the turn where it is the last, as text and tokens."""
+    pieces: tuple[str, ...]
+    """Texts before, between and behind the contents."""
+
+    def filled(self, messages: Sequence[Message]) -> str:
+        """Return the text with contents in it."""
+        first, *others = self.pieces
+        return first + "".join(message["content"] + piece for message, piece in zip(messages, others, strict=True))
+
+
 class ChatTemplate:
     """Renders the text between turns of one model.
 
@@ -105,6 +128,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.rules = _Probe(tokenizer, frozenset(end_ids)).rules()
         self._rests: dict[str | None, tuple[str, list[int]] | None] = {}
+        self._frames: dict[tuple[Shape, tuple[tuple[str, str | None], ...]], _Frame | None] = {}
 
     def encode(self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None) -> list[int]:
         """Return the token ids of a whole prompt, the opening of the model's turn included.
@@ -221,8 +245,17 @@ class ChatTemplate:
         self, shape: Shape, messages: Sequence[Message], tools: Sequence[Message] | None
     ) -> tuple[list[int], list[int]]:
         """Return what closes the turn, from the token that ends it, and what follows."""
-        refusal: TemplateError | None = None
         shown = tools if self._needs_tools else None
+        frame = None if shown else self._frame(shape, messages)
+        if frame is not None:
+            return self._split(*frame.rest_of_turn, frame.filled(messages))
+        return self._split(*self._rendered(shape, messages, shown))
+
+    def _rendered(
+        self, shape: Shape, messages: Sequence[Message], shown: Sequence[Message] | None
+    ) -> tuple[str, list[int], str]:
+        """Return what is behind the mark where the turn is the last, as text and tokens, and where messages follow."""
+        refusal: TemplateError | None = None
         for stand_in in self._stand_ins(shape, messages):
             before = [{"role": "user", "content": _USER}, stand_in]
             try:
@@ -232,7 +265,7 @@ class ChatTemplate:
                 refusal = refusal or error
                 continue
             if rest_of_turn is not None and _ANSWER in full:
-                return self._split(*rest_of_turn, full)
+                return *rest_of_turn, full[full.index(_ANSWER) + len(_ANSWER) :]
         raise refusal or TemplateError("The chat template does not show the model's turn once messages follow it.")
 
     def _rest_of_turn(self, turn: list[Message], tools: Sequence[Message] | None) -> tuple[str, list[int]] | None:
@@ -249,14 +282,55 @@ class ChatTemplate:
             self._rests[key] = found
         return found
 
-    def _split(self, rest_of_turn: str, turn_ids: list[int], full: str) -> tuple[list[int], list[int]]:
-        mark_end = full.index(_ANSWER) + len(_ANSWER)
+    def _frame(self, shape: Shape, messages: Sequence[Message]) -> _Frame | None:
+        """Return the text around the contents of such messages; None where they must be rendered.
+
+        Most templates put contents into the text as they are. It is found out once for each sequence of roles and
+        names, with contents that a template which trims, escapes or looks at them would show in another way.
+        """
+        for message in messages:
+            content = message.get("content")
+            if not isinstance(content, str) or not content or message.keys() - _FRAMED_KEYS:
+                return None
+        kinds = tuple((message["role"], message.get("name")) for message in messages)
+        if any(role == "tool" for role, _ in kinds) and self._shows_ids:
+            return None
+        key = (shape, kinds)
+        if key not in self._frames and len(self._frames) < _MAX_CACHED:
+            self._frames[key] = self._find_frame(shape, messages)
+        return self._frames.get(key)
+
+    def _find_frame(self, shape: Shape, messages: Sequence[Message]) -> _Frame | None:
+        def rendered(contents: Sequence[str]) -> tuple[str, list[int], str]:
+            filled = [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
+            return self._rendered(shape, filled, None)
+
+        marks = [f"{_NEWS}{place}q" for place in range(len(messages))]
+        rest, ids, text = rendered(marks)
+        pieces: list[str] = []
+        for mark in marks:
+            before, found, text = text.partition(mark)
+            if not found or any(other in before + text for other in (*marks[: len(pieces)], mark)):
+                return None
+            pieces.append(before)
+        frame = _Frame(rest_of_turn=(rest, ids), pieces=(*pieces, text))
+        for probe in _DIFFICULT:
+            contents = [probe] * len(messages)
+            try:
+                if rendered(contents)[2] != frame.filled([{"content": content} for content in contents]):
+                    return None
+            except TemplateError:
+                return None
+        return frame
+
+    def _split(self, rest_of_turn: str, turn_ids: list[int], text: str) -> tuple[list[int], list[int]]:
+        """Split what is behind the mark, messages included, at the end of the turn."""
         tokenizer, end_ids = self.tokenizer, self.rules.end_ids
-        ids = tokenizer.encode_following(full[mark_end:])
-        if full.startswith(rest_of_turn, mark_end):
+        ids = tokenizer.encode_following(text)
+        if text.startswith(rest_of_turn):
             start = _last_end(turn_ids, tokenizer, end_ids)
             if start is None:
-                return [], tokenizer.encode_following(full[mark_end + len(rest_of_turn) :])
+                return [], tokenizer.encode_following(text[len(rest_of_turn) :])
             # encoded as one, so that a line break at the end of the turn meets what follows it
             return ids[start : len(turn_ids)], ids[len(turn_ids) :]
         # the last turn of a conversation ends in a way of its own
@@ -264,7 +338,7 @@ class ChatTemplate:
         if start is None:
             raise TemplateError(
                 f"The chat template cannot be rendered incrementally: behind the model's turn, "
-                f"{full[mark_end : mark_end + 60]!r} has no token that ends it. Give its id in end_ids."
+                f"{text[:60]!r} has no token that ends it. Give its id in end_token_ids."
             )
         return ids[start : start + 1], ids[start + 1 :]
 

@@ -7,6 +7,7 @@ travels by value and the actor layer keeps that cheap.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -217,6 +218,15 @@ def get_group_status(group: list[RolloutState]) -> Status:
         if status in statuses:
             return status
     return Status.COMPLETED
+
+
+def split_sessions(states: Iterable[RolloutState]) -> list[list[RolloutState]]:
+    """Return the states of one group by attempt: its trajectories share a `session_id`, and the last is judged."""
+    sessions: dict[object, list[RolloutState]] = {}
+    for place, state in enumerate(states):
+        key = ("alone", place) if state.session_id is None else state.session_id
+        sessions.setdefault(key, []).append(state)
+    return list(sessions.values())
 
 
 def update_status_from_finish_reason(finish_reason: str | None) -> Status:

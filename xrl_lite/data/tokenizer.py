@@ -105,6 +105,8 @@ class Tokenizer:
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
+        if self._decodes_plainly:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)  # the same, in less time
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def is_special(self, token_id: int) -> bool:
@@ -122,6 +124,16 @@ class Tokenizer:
         """The tokenizer of the `tokenizers` library inside; None where it is another."""
         split = getattr(self._tokenizer, "split_special_tokens", False)
         return None if split else getattr(self._tokenizer, "backend_tokenizer", None)
+
+    @cached_property
+    def _decodes_plainly(self) -> bool:
+        """Whether transformers adds nothing to what the backend decodes: it cleans up spaces, though never for BPE."""
+        hf, backend = self._tokenizer, getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None or backend is not self._backend:
+            return False
+        cleans = bool(getattr(hf, "clean_up_tokenization_spaces", False))
+        insists = bool(getattr(hf, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False))
+        return not cleans or (type(backend.model).__name__ == "BPE" and not insists)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

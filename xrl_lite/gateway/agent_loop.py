@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import anyio
@@ -81,7 +81,7 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
     @property
     def max_trajectory_tokens(self) -> int:
         """Prompt and response of a trajectory together."""
-        longest = self.prompt_length + (self.response_length or self.sample_params.max_tokens)
+        longest = self.prompt_length + self.max_response_tokens
         return min(longest, self.gateway.max_trajectory_tokens or longest)
 
     @property
@@ -111,8 +111,18 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
                 except ConfigError as error:
                     raise ConfigError(f"row {row.index}: {error}") from error
 
+    @property
+    def max_response_tokens(self) -> int:
+        return self.response_length or self.sample_params.max_tokens
+
     def max_row_tokens(self, max_prompt_tokens: int | None) -> int:
         return self.max_trajectory_tokens
+
+    def planned_actors(self) -> Iterator[tuple[str, float]]:
+        yield from super().planned_actors()
+        for name, agent in self.agents.items():
+            for number in range(agent.max_concurrent if agent.command else 0):
+                yield f"agent/{name}/{number}", agent.num_cpus
 
     def build_local(
         self,

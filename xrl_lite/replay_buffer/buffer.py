@@ -29,7 +29,7 @@ from typing import Any
 
 import anyio
 
-from xrl_lite.data import RolloutState, Status
+from xrl_lite.data import RolloutState, Status, split_sessions
 from xrl_lite.errors import BufferStarvedError, LeaseError, RunError
 from xrl_lite.log import get_logger
 from xrl_lite.replay_buffer.config import ReplayBufferConfig
@@ -263,10 +263,12 @@ class ReplayBuffer:
         """
         group = self._leased(lease)
         good = [state for state in states if state.status is Status.COMPLETED]
-        if len(good) < self.settings.min_sessions:
+        num_good = len(split_sessions(good))
+        if num_good < self.settings.min_sessions:
             bad = [state for state in states if state.status is not Status.COMPLETED]
             reasons = list(dict.fromkeys(state.error_msg or state.status.value for state in bad))
-            enough = f"{len(good)} of {len(states)} attempts, {self.settings.min_sessions} needed: " if good else ""
+            num_sessions = len(split_sessions(states))
+            enough = f"{num_good} of {num_sessions} attempts, {self.settings.min_sessions} needed: " if good else ""
             return await self._end(group, GroupStatus.FAILURE, states, enough + ("; ".join(reasons) or "no attempt"))
         group.num_rows = len(good)
         group.metric, group.is_uniform = self._filter_value(group, good)
@@ -641,8 +643,8 @@ class ReplayBuffer:
                     f"{state.rollout_id} of group {group.uid!r} has only {sorted(state.reward or {})}."
                 )
             values.add(float(value))
-        # one row has nothing to be compared with, and is no evidence that the prompt is too easy or too hard
-        return (values.copy().pop() if len(values) == 1 else None), len(values) == 1 and len(good) > 1
+        # one attempt has nothing to be compared with, and is no evidence that the prompt is too easy or too hard
+        return (values.copy().pop() if len(values) == 1 else None), len(values) == 1 and len(split_sessions(good)) > 1
 
     def _spill_if_full(self, group: PromptGroup) -> None:
         if group.status is not GroupStatus.FINISHED:

@@ -7,7 +7,7 @@ them in what a model sampled.
 from xrl_lite.tools.base import BaseTool
 from xrl_lite.tools.config import McpServerConfig, ToolsConfig
 from xrl_lite.tools.function_tool import FunctionTool, function_tool
-from xrl_lite.tools.load import BUILTIN_TOOLS, load_class_tools, load_function_tools, load_local_tools, load_tools
+from xrl_lite.tools.load import BUILTIN_TOOLS, ToolSource, load_function_tools, load_tools, read_tools
 from xrl_lite.tools.parsers import PARSERS, FunctionCall, ParsedResponse, ToolParser
 from xrl_lite.tools.response import ToolResponse, Truncation, truncate
 from xrl_lite.tools.schema import (
@@ -36,16 +36,16 @@ __all__ = [
     "ToolResult",
     "ToolSchema",
     "ToolSession",
+    "ToolSource",
     "Toolbox",
     "ToolsConfig",
     "Truncation",
     "call_message",
     "function_tool",
-    "load_class_tools",
     "load_function_tools",
-    "load_local_tools",
     "load_tools",
     "message_of",
+    "read_tools",
     "schema_of_function",
     "truncate",
 ]

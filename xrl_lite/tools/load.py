@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import anyio
 import yaml
 
 from xrl_lite.errors import PluginError, ToolError, did_you_mean
@@ -17,6 +19,7 @@ from xrl_lite.tools.actor_tool import ActorFunctionTool, ActorTool
 from xrl_lite.tools.base import BaseTool
 from xrl_lite.tools.config import ToolsConfig
 from xrl_lite.tools.function_tool import FunctionTool
+from xrl_lite.tools.schema import check_schema
 from xrl_lite.tools.toolbox import by_name
 
 if TYPE_CHECKING:
@@ -38,6 +41,45 @@ _ENTRY_KEYS = ("class_name", "config", "tool_schema")
 _ACTOR_KEYS = ("num_workers", "num_cpus", "max_concurrency")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToolSource:
+    """Where a tool comes from: read and checked, but not made yet, and nothing of it started."""
+
+    where: str
+    """Place in the settings, for messages."""
+    name: str | None
+    """Its name; None where its class says so only once it is made."""
+    make: Callable[[ActorSystem | None], BaseTool]
+    """Makes it, and starts its processes in the system that is given, or in the default one."""
+    num_workers: int = 0
+    """Processes that it runs in; 0 for the one that calls it."""
+    num_cpus: float = 0.0
+    """CPU slots of each."""
+
+
+def read_tools(config: ToolsConfig) -> list[ToolSource]:
+    """Return what tools settings name, those of MCP servers left out. Files are read, nothing is started.
+
+    Raises:
+        ToolError: a file is missing or wrong, a function has no schema, two tools have one name.
+        PluginError: a file or class cannot be loaded.
+    """
+    sources = [
+        *(_function_source(tool) for path in _paths(config.function_tool_path) for tool in load_function_tools(path)),
+        *(_function_source(_builtin(name)) for name in config.builtin),
+        *(source for path in _paths(config.tool_config_path) for source in read_class_tools(path)),
+    ]
+    taken: dict[str, ToolSource] = {}
+    for source in sources:
+        if source.name is not None and source.name in taken:
+            raise ToolError(
+                f"Two tools are called {source.name!r}: {taken[source.name].where} and {source.where}. Rename one, "
+                f'for example with @function_tool("other_name").'
+            )
+        taken[source.name or source.where] = source
+    return sources
+
+
 async def load_tools(config: ToolsConfig, *, system: ActorSystem | None = None) -> list[BaseTool]:
     """Return all tools that settings name, and connect to MCP servers.
 
@@ -50,29 +92,20 @@ async def load_tools(config: ToolsConfig, *, system: ActorSystem | None = None) 
         PluginError: a file or class cannot be loaded.
         ResourceError: there are not enough CPU slots.
     """
-    tools = load_local_tools(config, system=system)
-    if config.mcp_servers:
-        from xrl_lite.tools.mcp import connect
+    tools: list[BaseTool] = []
+    try:
+        for source in read_tools(config):
+            tools.append(source.make(system))  # noqa: PERF401 - what was made is ended if the next fails
+        for server in config.mcp_servers:
+            from xrl_lite.tools.mcp import connect
 
-        try:
-            for server in config.mcp_servers:
-                tools += await connect(server, system=system)
-            by_name(tools)
-        except BaseException:
+            tools += await connect(server, system=system)
+        return list(by_name(tools).values())
+    except BaseException:
+        with anyio.CancelScope(shield=True):  # what was started is ended, however this ends
             for tool in tools:
                 await tool.aclose()
-            raise
-    return tools
-
-
-def load_local_tools(config: ToolsConfig, *, system: ActorSystem | None = None) -> list[BaseTool]:
-    """Return all tools but those of MCP servers; arguments and errors as for `load_tools`."""
-    functions = [tool for path in _paths(config.function_tool_path) for tool in load_function_tools(path)]
-    functions += [tool for name in config.builtin for tool in [_builtin(name)]]
-    by_name(functions)  # before anything is started
-    placed = [_placed(tool, system) for tool in functions]
-    classes = [tool for path in _paths(config.tool_config_path) for tool in load_class_tools(path, system=system)]
-    return list(by_name([*placed, *classes]).values())
+        raise
 
 
 def load_function_tools(path: Path) -> list[BaseTool]:
@@ -90,8 +123,8 @@ def load_function_tools(path: Path) -> list[BaseTool]:
     return list(by_name(list(dict.fromkeys(tools))).values())
 
 
-def load_class_tools(path: Path, *, system: ActorSystem | None = None) -> list[BaseTool]:
-    """Return the tools of a YAML file.
+def read_class_tools(path: Path) -> list[ToolSource]:
+    """Return what tools a YAML file names.
 
     ::
 
@@ -113,10 +146,10 @@ def load_class_tools(path: Path, *, system: ActorSystem | None = None) -> list[B
     if not isinstance(entries, list):
         raise ToolError(f"{path} must hold a list under 'tools', got {yaml.safe_dump(document)[:100]!r}.")
     items = cast("list[object]", entries)
-    return [_class_tool(entry, f"{path}, tool {number}", system) for number, entry in enumerate(items)]
+    return [_class_source(entry, f"{path}, tool {number}") for number, entry in enumerate(items)]
 
 
-def _class_tool(entry: object, where: str, system: ActorSystem | None) -> BaseTool:
+def _class_source(entry: object, where: str) -> ToolSource:
     if not isinstance(entry, Mapping):
         raise ToolError(f"{where}: must be a mapping with {', '.join(_ENTRY_KEYS)}, got {entry!r}.")
     given = cast("Mapping[str, Any]", entry)
@@ -126,13 +159,24 @@ def _class_tool(entry: object, where: str, system: ActorSystem | None) -> BaseTo
     name = given.get("class_name")
     if not isinstance(name, str):
         raise ToolError(f"{where}: class_name is missing.")
+    _load_class(name, where)
     config = dict(given.get("config") or {})
     kind = config.pop("type", "native")
     if kind not in ("native", "actor"):
         raise ToolError(f"{where}: config.type must be native or actor, got {kind!r}. For MCP see mcp_servers.")
+    schema = given.get("tool_schema")
+    called = None if schema is None else str(check_schema(schema, label=where)["function"]["name"])
     placement = {key: config.pop(key) for key in _ACTOR_KEYS if key in config} if kind == "actor" else {}
-    make = partial(_make, name, config, given.get("tool_schema"), where)
-    return make() if kind == "native" else ActorTool(make, schema_of=make(), system=system, **placement)
+    make = partial(_make, name, config, schema, where)
+    if kind == "native":
+        return ToolSource(where=where, name=called, make=lambda system: make())
+    return ToolSource(
+        where=where,
+        name=called,
+        make=lambda system: ActorTool(make, schema_of=make(), system=system, **placement),
+        num_workers=int(placement.get("num_workers", 1)),
+        num_cpus=float(placement.get("num_cpus", 1.0)),
+    )
 
 
 def _make(name: str, config: Mapping[str, Any], schema: Any, where: str) -> BaseTool:
@@ -171,10 +215,17 @@ def _builtin(name: str) -> BaseTool:
     raise ToolError(f"The tool {name!r} needs settings: name it as class_name in a file of tool_config_path.")
 
 
-def _placed(tool: BaseTool, system: ActorSystem | None) -> BaseTool:
+def _function_source(tool: BaseTool) -> ToolSource:
+    where = f"{tool.__module__}.{getattr(tool, '__qualname__', type(tool).__qualname__)}"
     if isinstance(tool, FunctionTool) and tool.run_in == "process":
-        return ActorFunctionTool(tool, system=system)
-    return tool
+        return ToolSource(
+            where=where,
+            name=tool.name,
+            make=lambda system: ActorFunctionTool(tool, system=system),
+            num_workers=tool.num_workers,
+            num_cpus=tool.num_cpus,
+        )
+    return ToolSource(where=where, name=tool.name, make=lambda system: tool)
 
 
 def _find(path: Path, setting: str) -> Path:

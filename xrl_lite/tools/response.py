@@ -45,6 +45,12 @@ class ToolResponse:
         """Whether there is nothing in it."""
         return not (self.text or self.image or self.video)
 
+    def followed_by(self, other: ToolResponse) -> ToolResponse:
+        """Return both as one, this one first."""
+        texts = [text for text in (self.text, other.text) if text]
+        image, video = [*(self.image or []), *(other.image or [])], [*(self.video or []), *(other.video or [])]
+        return ToolResponse(text="\n".join(texts) or None, image=image or None, video=video or None)
+
 
 def truncate(text: str, max_length: int, side: TruncateSide) -> str:
     """Return a text of at most `max_length` characters of the original, with a mark where some are missing."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -81,6 +81,20 @@ class ToolCounts:
         self.truncated += result.truncated
         if result.failure is not None:
             self.failures[result.failure] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the counts as plain data."""
+        return {"calls": self.calls, "truncated": self.truncated, "failures": dict(self.failures)}
+
+    @classmethod
+    def total(cls, counts: Iterable[Mapping[str, Any]]) -> ToolCounts:
+        """Return the sum of counts that `as_dict` returned."""
+        total = cls()
+        for each in counts:
+            total.calls += each["calls"]
+            total.truncated += each["truncated"]
+            total.failures.update(each["failures"])
+        return total
 
     def metrics(self) -> dict[str, float]:
         """Return ``tools/...`` metrics."""
@@ -276,28 +290,24 @@ class ToolSession:
     async def _execute_unlimited(
         self, tool: BaseTool, call: FunctionCall, parameters: dict[str, Any], agent_data: Any
     ) -> ToolResult:
-        async with self._instance(tool) as (instance_id, greeting):
-            limit = {"timeout_s": self._toolbox.call_timeout_s} if tool.limits_itself else {}
-            response, reward, metrics = await tool.execute(instance_id, parameters, agent_data=agent_data, **limit)
-        if greeting.text:
-            response = ToolResponse(text=f"{greeting.text}\n{response.text or ''}", image=response.image)
+        options = {"timeout_s": self._toolbox.call_timeout_s} if tool.limits_itself else {}
+        kwargs = self._create_kwargs.get(tool.name, {})
+        if tool.lifetime == "trajectory":
+            instance_id, greeting = await self._lasting_instance(tool, kwargs)
+            response, reward, metrics = await tool.execute(instance_id, parameters, agent_data=agent_data, **options)
+        else:
+            instance_id, greeting = await tool.create(**kwargs)
+            try:
+                response, reward, metrics = await tool.execute(
+                    instance_id, parameters, agent_data=agent_data, **options
+                )
+            finally:
+                await self._release(tool, instance_id)
+        if not greeting.is_empty:
+            response = greeting.followed_by(response)
         return ToolResult(call=call, response=response, reward=float(reward or 0.0), metrics=metrics)
 
-    @asynccontextmanager
-    async def _instance(self, tool: BaseTool) -> AsyncGenerator[tuple[str, ToolResponse]]:
-        """Yield the instance a call belongs to, and what `create` had to say if it was made for this call."""
-        kwargs = dict(self._create_kwargs.get(tool.name, {}))
-        if tool.lifetime == "trajectory":
-            yield await self._lasting_instance(tool, kwargs)
-            return
-        instance_id, greeting = await tool.create(**kwargs)
-        try:
-            yield instance_id, greeting
-        finally:
-            with anyio.CancelScope(shield=True):
-                await self._release(tool, instance_id)
-
-    async def _lasting_instance(self, tool: BaseTool, kwargs: dict[str, Any]) -> tuple[str, ToolResponse]:
+    async def _lasting_instance(self, tool: BaseTool, kwargs: Mapping[str, Any]) -> tuple[str, ToolResponse]:
         async with self._creating.setdefault(tool.name, anyio.Lock()):  # parallel calls share one instance
             if tool.name in self._instances:
                 return self._instances[tool.name], ToolResponse()
@@ -306,8 +316,11 @@ class ToolSession:
             return instance_id, greeting
 
     async def _release(self, tool: BaseTool, instance_id: str) -> None:
+        if type(tool).release is BaseTool.release:
+            return  # there is nothing that it could give back
         try:
-            with anyio.fail_after(RELEASE_TIMEOUT_S):
+            # shield: what tools set up must be given back also when the call is cancelled
+            with anyio.fail_after(RELEASE_TIMEOUT_S, shield=True):
                 await tool.release(instance_id)
         except Exception:  # the answer is there already; what cannot be released is for a person
             logger.exception("tool %s: instance %s could not be released", tool.name, instance_id)

@@ -29,7 +29,8 @@ async def greedy_rewards(manager: AgentLoopManager, groups: Sequence[Sequence[Ro
     for numbers in by_params.values():
         params = groups[numbers[0]][0].sample_params.model_copy(update={"temperature": 0.0})
         finished = await manager.evaluate([[_fresh(groups[number][0])] for number in numbers], sample_params=params)
-        for number, (state,) in zip(numbers, finished, strict=True):
+        for number, states in zip(numbers, finished, strict=True):
+            state = states[-1]  # what is judged of an attempt with several trajectories
             if state.status is Status.COMPLETED and state.reward is not None:
                 scores[number] = float(state.reward["score"])
     return scores

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from xrl_lite.agent_loop.manager import AgentLoopManager
-from xrl_lite.data import EncodePrompt, RolloutState, Row, SampleParams, Status, each_row_once
+from xrl_lite.data import EncodePrompt, RolloutState, Row, SampleParams, Status, each_row_once, split_sessions
 from xrl_lite.errors import RunError
 from xrl_lite.metrics import bootstrap_interval, majority_score, pass_at_k
 
@@ -149,7 +149,9 @@ class Evaluator:
 
         def keep(index: int, states: list[RolloutState]) -> None:
             position = todo[index]
-            answered[position] = Answered(str(self._rows[position].data_source), tuple(map(_sample, states)))
+            answered[position] = Answered(
+                str(self._rows[position].data_source), tuple(map(_sample, split_sessions(states)))
+            )
             if record is not None:
                 record.add(way, position, answered[position])
 
@@ -189,12 +191,13 @@ class Evaluator:
         return metrics
 
 
-def _sample(state: RolloutState) -> Sample:
+def _sample(session: Sequence[RolloutState]) -> Sample:
+    *_, state = session
     reward = state.reward or {}
     pred = reward.get(PRED)
     return Sample(
         score=float(reward.get("score", 0.0)),
-        num_tokens=len(state.response_ids or []),
+        num_tokens=sum(len(each.response_ids or []) for each in session),
         failed=state.status is not Status.COMPLETED,
         pred=cast("Hashable", pred) if isinstance(pred, str | int | float | bool | None) else str(pred),
     )

@@ -20,6 +20,7 @@ from typing import Any
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
+from xrl_lite.trainer.agent_metrics import agent_metrics
 
 NOT_TRAINABLE = (Status.ABORTED, Status.FILTERED, Status.FAILED)
 IGNORED = -100
@@ -90,7 +91,7 @@ def _metrics(
     if not representatives:
         return metrics
     one_each = batch.select(list(representatives))
-    return metrics | _reward_metrics(one_each) | _part_means(one_each)
+    return metrics | _reward_metrics(one_each) | _part_means(one_each) | agent_metrics(groups)
 
 
 def _reward_metrics(sessions: TrainBatch) -> dict[str, float]:

@@ -12,6 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.chat_templates import make_tokenizer
+from xrl_lite.actors import CPUResourcesConfig
 from xrl_lite.agent_loop import AgentLoopBase, AgentLoopOutput, AgentsConfig, TaskSpecConfig, register
 from xrl_lite.agent_loop.base import check_batch_judge
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
@@ -19,7 +20,7 @@ from xrl_lite.data import RolloutState, Row, SampleParams, Status
 from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.errors import ActorDiedError, ConfigError, PluginError, RolloutError, TemplateError
 from xrl_lite.judger import JudgerConfig
-from xrl_lite.tools import FunctionCall, ToolParser, ToolsConfig
+from xrl_lite.tools import FunctionCall, McpServerConfig, ToolParser, ToolsConfig
 
 QWEN3 = Tokenizer(make_tokenizer("qwen3"))
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call><|im_end|>'
@@ -166,7 +167,7 @@ async def test_a_malformed_call_is_answered_with_what_is_wrong() -> None:
     (state,) = await run(AgentsConfig(tools=CALCULATOR), scripted(broken, ANSWER))
     assert state.status is Status.COMPLETED
     assert "The tool call cannot be read: the call is not valid JSON" in QWEN3.decode(state.response_ids or [], False)
-    assert state.extra_fields["tool_metrics"]["tools/failure_frequency"] == 1.0
+    assert state.extra_fields["tool_counts"] == {"calls": 1, "truncated": 0, "failures": {"malformed": 1}}
 
 
 async def test_reasoning_that_is_dropped_after_a_users_turn_gives_two_trajectories() -> None:
@@ -336,6 +337,42 @@ def test_an_unknown_agent_is_named_with_its_row() -> None:
 
 
 @pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({"tool_selection": ["calculatr"]}, r"row 4: it names the tool 'calculatr'.*Did you mean 'calculator'\?"),
+        ({"tool_selection": "calculator"}, r"row 4: tool_selection must be a list of names of tools"),
+        ({"tools_kwargs": {"calculator": 7}}, r"row 4: tools_kwargs must be"),
+    ],
+)
+def test_what_a_row_says_about_tools_is_checked_with_the_settings(info: dict[str, Any], message: str) -> None:
+    rows = [Row(index=4, prompt=[], ground_truth="", extra_info=info)]
+    with refuses(message):
+        AgentsConfig(tools=CALCULATOR).check_rows(rows)
+
+
+def test_tools_that_cannot_be_had_are_refused_with_the_settings(tmp_path: Path) -> None:
+    with refuses("there is no file"):
+        AgentsConfig(tools=ToolsConfig(function_tool_path=tmp_path / "nowhere.py")).check_rows([])
+
+
+def test_processes_of_loops_and_tools_are_planned(tmp_path: Path) -> None:
+    tools = tmp_path / "tools.py"
+    tools.write_text(
+        "from xrl_lite.tools import function_tool\n"
+        "@function_tool(run_in='process', num_workers=2, num_cpus=0.5)\n"
+        "def work(x: int) -> str:\n    'Work.\\n\\n    Args:\\n        x: How much.'\n    return ''\n"
+    )
+    config = AgentsConfig(
+        tools=ToolsConfig(
+            function_tool_path=tools, mcp_servers=[McpServerConfig(name="files", url="http://localhost:1")]
+        ),
+        cpu_resources=CPUResourcesConfig(num_workers=2, num_cpus_per_worker=0.25),
+    )
+    of_tools = [("tool/work/0", 0.5), ("tool/work/1", 0.5), ("tool/mcp/files/0", 0.1)]
+    assert list(config.planned_actors()) == [("agent_loop/0", 0.25), ("agent_loop/1", 0.25), *of_tools, *of_tools]
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("a: 1", "must hold a list"),
@@ -441,7 +478,9 @@ class Slow(Judger):
         return await super().judge(rollout_state)
 
 
-async def paused_group(during: Callable[[Slow], None], *, batch: bool, grace_s: float) -> Sequence[RolloutState]:
+async def paused_group(
+    during: Callable[[Slow], None], *, batch: bool, grace_s: float, before: bool = False
+) -> Sequence[RolloutState]:
     judger = Slow()
     config = AgentsConfig(default_agent_loop="single_turn_agent", enable_batch_judge=batch, judge_grace_s=grace_s)
     loop = config.build(scripted(ANSWER, ANSWER), judger, tokenizer=QWEN3)
@@ -451,16 +490,20 @@ async def paused_group(during: Callable[[Slow], None], *, batch: bool, grace_s: 
         groups.append(await loop.generate_group([make_state(0), make_state(1)]))
 
     async with anyio.create_task_group() as running:
+        if before:
+            await loop.pause()
         running.start_soon(generate)
         await judger.started.wait()
         await loop.pause()
         during(judger)
+    await loop.resume()
+    assert not loop._paused.is_set()
     return groups[0]
 
 
-@pytest.mark.parametrize("batch", [False, True])
-async def test_a_judgement_that_outlasts_the_pause_is_given_up(batch: bool) -> None:
-    group = await paused_group(lambda _: None, batch=batch, grace_s=0.01)
+@pytest.mark.parametrize(("batch", "before"), [(False, False), (True, False), (True, True)])
+async def test_a_judgement_that_outlasts_the_pause_is_given_up(batch: bool, before: bool) -> None:
+    group = await paused_group(lambda _: None, batch=batch, grace_s=0.01, before=before)
     assert [(state.rollout_id, state.status, state.finish_reason, state.reward) for state in group] == [
         (0, Status.ABORTED, "abort", None),
         (1, Status.ABORTED, "abort", None),

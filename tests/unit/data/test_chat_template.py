@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.chat_templates import FAMILIES, Family, make_template, make_tokenizer
 from xrl_lite.data.chat_template import ChatTemplate, Shape
@@ -27,6 +29,7 @@ CALCULATOR: dict[str, Any] = {
 PLAIN, CALL = Shape(False, False), Shape(False, True)
 RESULTS = [{"role": "tool", "name": "calculator", "tool_call_id": "call00001", "content": "7"}]
 QUESTION = [{"role": "user", "content": "Sure?"}]
+TEMPLATES = {family: make_template(family) for family in FAMILIES}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -97,6 +100,24 @@ def test_what_follows_a_turn_that_ended(
     tokens = template.continuation(last, shape, messages)
     assert tokens is not None
     assert template.tokenizer.decode(tokens, False) == expected
+
+
+@settings(max_examples=20)
+@given(contents=st.lists(st.text(st.sampled_from("ab 7\n\t\"'\\<>{}&|é</think>"), max_size=9), min_size=1, max_size=2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_contents_that_are_put_into_a_known_frame_come_out_as_rendered(family: str, contents: list[str]) -> None:
+    template = TEMPLATES[family]
+    tools = template.rules.has_tools
+    role, shape = ("tool", CALL) if tools else ("user", PLAIN)
+    asked = contents if tools and family not in ("llama3", "harmony") else contents[:1]
+    messages = [{"role": role, "name": "calculator", "tool_call_id": "call00001", "content": text} for text in asked]
+    whole = template._split(*template._rendered(shape, messages, None))
+    assert template._after_turn(shape, messages, None) == whole
+
+
+def test_most_templates_need_not_be_rendered_for_every_message() -> None:
+    framed = {family for family, template in TEMPLATES.items() if template._frame(PLAIN, QUESTION) is not None}
+    assert framed == FAMILIES.keys() - {"gemma", "llama3"}, "these two trim contents"
 
 
 @pytest.mark.parametrize("cut_off", ["It is", "It is\n"])  # the template, too, has a line break behind its end token

@@ -118,8 +118,9 @@ def test_messages_need_a_turn_before_them() -> None:
         TokenBuilder(TEMPLATES["llama3"], PROMPT).propose([{"role": "user", "content": "Well?"}])
 
 
-def test_the_cost_of_a_turn_does_not_grow_with_the_conversation() -> None:
-    template = TEMPLATES["qwen2.5"]
+@pytest.mark.parametrize(("family", "end", "longest"), [("qwen2.5", "<|im_end|>", 0), ("llama3", "<|eot_id|>", 3)])
+def test_the_cost_of_a_turn_does_not_grow_with_the_conversation(family: str, end: str, longest: int) -> None:
+    template = TEMPLATES[family]
     rendered: list[int] = []
 
     class Counting:
@@ -136,9 +137,9 @@ def test_the_cost_of_a_turn_does_not_grow_with_the_conversation() -> None:
     builder = TokenBuilder(counted, PROMPT)
     rendered.clear()
     for _ in range(16):
-        say(builder, template, "It is 7.", end="<|im_end|>")
+        say(builder, template, "It is 7.", end=end)
         builder.add_messages([{"role": "user", "content": "Sure?"}])
-    assert max(rendered) == 3
+    assert max(rendered, default=0) == longest
     assert len(rendered) <= 2 * 16
 
 

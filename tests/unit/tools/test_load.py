@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from xrl_lite.errors import PluginError, ToolError, UnknownNameError
-from xrl_lite.tools import McpServerConfig, Toolbox, ToolsConfig, load_local_tools
+from xrl_lite.tools import McpServerConfig, Toolbox, ToolsConfig, load_tools, read_tools
 from xrl_lite.tools.builtin.calculator import evaluate
 from xrl_lite.tools.parsers import FunctionCall
 
@@ -59,7 +59,7 @@ async def test_functions_classes_and_built_in_tools_come_together(tmp_path: Path
     config = yaml_of(tmp_path, GREETER.format(folder=tmp_path)).model_copy(
         update={"function_tool_path": write(tmp_path, "functions.py", FUNCTIONS), "builtin": ["calculator"]}
     )
-    toolbox = Toolbox(load_local_tools(config))
+    toolbox = Toolbox(await load_tools(config))
     assert list(toolbox.tools) == ["shout", "calculator", "greet"]
     async with toolbox.session() as tools:
         (result,) = await tools.run([FunctionCall("greet", '{"name": "Ann"}')])
@@ -68,20 +68,20 @@ async def test_functions_classes_and_built_in_tools_come_together(tmp_path: Path
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match=r"function_tool_path: there is no file .*nowhere.py"):
-        load_local_tools(ToolsConfig(function_tool_path=tmp_path / "nowhere.py"))
+        read_tools(ToolsConfig(function_tool_path=tmp_path / "nowhere.py"))
     with pytest.raises(ToolError, match=r"tool_config_path: there is no file .*nowhere.yaml"):
-        load_local_tools(ToolsConfig(tool_config_path=tmp_path / "nowhere.yaml"))
+        read_tools(ToolsConfig(tool_config_path=tmp_path / "nowhere.yaml"))
 
 
 def test_a_file_that_raises_is_named(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="ZeroDivisionError"):
-        load_local_tools(ToolsConfig(function_tool_path=write(tmp_path, "raises.py", "1 / 0")))
+        read_tools(ToolsConfig(function_tool_path=write(tmp_path, "raises.py", "1 / 0")))
 
 
 def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
     paths = [write(tmp_path, name, FUNCTIONS) for name in ("one.py", "two.py")]
     with pytest.raises(ToolError, match="Two tools are called 'shout'"):
-        load_local_tools(ToolsConfig(function_tool_path=paths))
+        read_tools(ToolsConfig(function_tool_path=paths))
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
         ("tools: [", "is not YAML"),
     ],
 )
-def test_a_wrong_entry_is_named(tmp_path: Path, text: str, message: str) -> None:
+async def test_a_wrong_entry_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises((ToolError, PluginError, UnknownNameError), match=message):
-        load_local_tools(yaml_of(tmp_path, text))
+        await load_tools(yaml_of(tmp_path, text))
 
 
-def test_a_class_without_a_schema_is_refused(tmp_path: Path) -> None:
+async def test_a_class_without_a_schema_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match="Greeter has no schema"):
-        load_local_tools(yaml_of(tmp_path, f"tools: [{{class_name: '{tmp_path}/classes.py:Greeter'}}]"))
+        await load_tools(yaml_of(tmp_path, f"tools: [{{class_name: '{tmp_path}/classes.py:Greeter'}}]"))
 
 
 def test_an_unknown_format_is_refused_when_the_settings_are_read() -> None:
@@ -126,7 +126,7 @@ async def test_a_folder_is_searched(tmp_path: Path) -> None:
     config = yaml_of(
         tmp_path, f"tools: [{{class_name: search_folder, config: {{folder: {tmp_path}, num_results: 1}}}}]"
     )
-    async with Toolbox(load_local_tools(config)).session() as tools:
+    async with Toolbox(await load_tools(config)).session() as tools:
         found, missed = [
             (await tools.run([FunctionCall("search", f'{{"query": "{query}"}}')]))[0].response.text
             for query in ("capital Italy", "zebra")
@@ -151,7 +151,7 @@ class Echo:
 async def test_python_runs_in_the_sandbox_that_is_given(tmp_path: Path) -> None:
     write(tmp_path, "sandbox.py", SANDBOX)
     config = yaml_of(tmp_path, f"tools: [{{class_name: python, config: {{sandbox: '{tmp_path}/sandbox.py:Echo'}}}}]")
-    async with Toolbox(load_local_tools(config)).session() as tools:
+    async with Toolbox(await load_tools(config)).session() as tools:
         texts = [
             (await tools.run([FunctionCall("python", f'{{"code": "{code}"}}')]))[0].response.text
             for code in ("print(7)", "fail", "")
@@ -159,9 +159,9 @@ async def test_python_runs_in_the_sandbox_that_is_given(tmp_path: Path) -> None:
     assert texts == ["print(7)", "fail\noh\nexited with code 1", "The program printed nothing."]
 
 
-def test_python_without_a_sandbox_is_refused(tmp_path: Path) -> None:
+async def test_python_without_a_sandbox_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ToolError, match="has no sandbox to run programs in"):
-        load_local_tools(yaml_of(tmp_path, "tools: [{class_name: python, config: {sandbox: 'no.such:Sandbox'}}]"))
+        await load_tools(yaml_of(tmp_path, "tools: [{class_name: python, config: {sandbox: 'no.such:Sandbox'}}]"))
 
 
 @pytest.mark.parametrize(

@@ -119,3 +119,15 @@ def test_samples_of_an_unknown_way_or_at_temperature_zero_are_refused() -> None:
         EvaluationConfig(sample_params=params, num_samples={"x": 2})
     with pytest.raises(ValueError, match="1 at temperature 0"):
         EvaluationConfig(sample_params=params, num_samples={"greedy": 2})
+
+
+async def test_an_attempt_with_several_trajectories_counts_once() -> None:
+    class Splits(ByPlace):
+        async def generate_sample(self, rollout_state: RolloutState) -> Any:
+            state = await super().generate_sample(rollout_state)
+            state.session_id = f"0/{state.rollout_id}"
+            return [state.model_copy(update={"reward": {"score": 0.0}}), state]
+
+    metrics = await make_evaluator(Splits([["right"], ["wrong"]]), k=1).evaluate()
+    assert metrics["eval/sampled/accuracy"] == 0.5
+    assert metrics["eval/sampled/mean_length"] == 4.0

@@ -175,6 +175,21 @@ async def test_discounts_run_through_the_trajectories_of_a_session() -> None:
     assert batch.advantages == [[1.0], [2.0, 3.0]]
 
 
+def test_turns_trajectories_and_calls_of_tools_are_counted_per_attempt() -> None:
+    def after(turns: int, calls: int, **failures: int) -> dict[str, Any]:
+        counts = {"calls": calls, "truncated": 0, "failures": failures}
+        return {"num_turns": turns, "stopped_by": "no_tool_call", "tool_counts": counts}
+
+    one = [scored(1.0, session_id="a", extra_fields=after(4, 1, malformed=1)) for _ in range(2)]
+    other, failed = scored(0.0, extra_fields=after(2, 3)), make_state(status=Status.FAILED, reward=None)
+    _, metrics = prepare_train_data([[*one, other, failed]])
+    assert (metrics["num_turns/mean"], metrics["num_turns/max"], metrics["num_turns/min"]) == (3.0, 4.0, 2.0)
+    assert metrics["trajectories_per_attempt"] == 1.5
+    assert (metrics["tools/num_calls"], metrics["tools/failure_frequency"]) == (4.0, 0.25)
+    assert (metrics["tools/failures/malformed"], metrics["stopped_by/no_tool_call"]) == (1.0, 1.0)
+    assert not any(name.startswith(("num_turns", "tools/")) for name in prepare_train_data([[scored(1.0)]])[1])
+
+
 # --- the advantages
 
 

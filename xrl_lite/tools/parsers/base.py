@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 from xrl_lite.registry import Registry
@@ -33,10 +33,14 @@ class FunctionCall:
     """Id, in formats that have one."""
     error: str | None = None
     """Why it cannot be carried out, in words for the model; None for a well-formed call."""
+    is_checked: bool = field(default=False, compare=False, repr=False)
+    """Whether it is known that `arguments` is a JSON object, or `error` is set."""
 
     def checked(self) -> FunctionCall:
         """Return the call, malformed if its arguments are no JSON object: parsers of others may not have looked."""
-        return self if self.error is not None else call_of(self.name, self.arguments, call_id=self.tool_call_id)
+        if self.is_checked or self.error is not None:
+            return self
+        return call_of(self.name, self.arguments, call_id=self.tool_call_id)
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -156,7 +160,7 @@ def call_of(name: object, arguments: object, *, call_id: str | None = None) -> F
         arguments = {}
     if not isinstance(arguments, Mapping):
         return FunctionCall(name.strip(), raw, call_id, error=f"the arguments must be a JSON object, got {raw[:100]}")
-    return FunctionCall(name.strip(), json.dumps(arguments, ensure_ascii=False), call_id)
+    return FunctionCall(name.strip(), json.dumps(arguments, ensure_ascii=False), call_id, is_checked=True)
 
 
 def properties_of(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Mapping[str, Any]]:
