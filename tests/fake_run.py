@@ -115,9 +115,9 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
     Args:
         system: Where the replica runs.
         folder: Of the run.
-        **options: `engine`, `judger`, `callback`, `store`, `rows`, `strategy`, `group_size` in place of the usual ones;
-            `cls` of the trainer; `mode`; settings by section: `trainer`, `evaluation`, `checkpoint`, `algorithm`,
-            `rollout`, `replay_buffer`.
+        **options: `engine`, `judger`, `callback`, `store`, `rows`, `strategy`, `group_size`, `events`,
+            `max_failed_groups` in place of the usual ones; `cls` of the trainer; `mode`; settings by section:
+            `trainer`, `evaluation`, `checkpoint`, `algorithm`, `rollout`, `replay_buffer`.
     """
     engine = options.pop("engine", None) or Engine()
     judger = options.pop("judger", None) or Judger()
@@ -138,11 +138,13 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
     def encode(messages: list[dict[str, Any]]) -> list[int]:
         return [int(messages[0]["content"])]
 
+    max_failed_groups = options.pop("max_failed_groups", 0)
     buffer = build_replay_buffer(
         ReplayBufferConfig(**options.pop("replay_buffer", {})),
         trainer_mode=trainer.layout,
         store=options.pop("store", None),
-        max_failed_groups=0,
+        max_failed_groups=max_failed_groups,
+        events=options.pop("events", None),
     )
     loops = {"task": SingleTurnAgentLoopConfig().build_local(rollout, judger)}
     partial = frozenset({"task"} if strategy.enable_partial_rollout else ())
@@ -160,6 +162,7 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
             targets=rollout.adapters,
             gate=rollout,
             transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=10.0),
+            on_synced=lambda version: buffer.events.record("synced", version=version),
         ),
         rollout=rollout,
         manager=manager,
@@ -167,7 +170,7 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
             [task],
             manager=manager,
             replay_buffer=buffer,
-            limits=ProduceLimits(max_failed_groups=0),
+            limits=ProduceLimits(max_failed_groups=max_failed_groups),
             sync_weights_interval=trainer.sync_weights_interval,
             num_warmup_batches=trainer.num_warmup_batches,
         ),

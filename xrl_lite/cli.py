@@ -1,4 +1,4 @@
-"""The command line: `xrl-lite train | eval | serve | score | build-model | env`."""
+"""The command line: `xrl-lite train | eval | serve | score | replay | build-model | env`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import platform
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -142,6 +144,22 @@ def _serve(options: argparse.Namespace) -> int:
         _say(f"  POST {gateway.url}/sessions makes a session, .../finalize returns its trajectories.")
 
     run.run_until_done(partial(run.serve, config, api_key=api_key, on_ready=on_ready))
+    return EXIT_OK
+
+
+def _replay(options: argparse.Namespace) -> int:
+    from xrl_lite import run
+    from xrl_lite.config import load_config
+    from xrl_lite.trainer.run_folder import EVENTS
+
+    events: Path = options.run / EVENTS if options.run.is_dir() else options.run
+    if not events.is_file():
+        raise ConfigError(f"There is no {events}: give the folder of a run, or its {EVENTS}.")
+    config = load_config(options.config or events.with_name("config.yaml"), options.overrides)
+    with ExitStack() as stack:
+        output = options.output or Path(stack.enter_context(TemporaryDirectory()))
+        num_events = run.replay(config, events, output=output, break_at=options.break_at)
+    _say(f"{num_events} events of {events} happened again, in the same order.")
     return EXIT_OK
 
 
@@ -280,10 +298,27 @@ def _parser() -> argparse.ArgumentParser:
     _config_command(
         commands, "build-model", "build and warm up the model of a config, if it is not cached", _build_model
     )
+    _replay_command(commands)
     _score_command(commands)
     env = commands.add_parser("env", help="versions, for a bug report")
     env.set_defaults(command=_env)
     return parser
+
+
+def _replay_command(commands: object) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+        "replay",
+        help="repeat the order of events of a recorded run, without model and processes",
+        description="Repeat the order of events of a recorded run, without model and processes. What came from outside "
+        "is taken from the record, what the run decided is decided again; the first difference is an error.",
+    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run, or its events.jsonl")
+    add("overrides", nargs="*", metavar="a.b=c", help="settings to change")
+    add("--config", type=Path, help="settings of the run; config.yaml beside the events if not given")
+    add("--output", type=Path, help="folder for the metrics of the replay")
+    add("--break-at", type=int, metavar="N", help="enter the debugger before event N")
+    parser.set_defaults(command=_replay)
 
 
 def _score_command(commands: object) -> None:

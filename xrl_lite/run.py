@@ -46,6 +46,7 @@ from xrl_lite.log import logged_to
 from xrl_lite.metrics import LoopLag, MetricLoggers, actor_metrics, open_loggers
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build_replay_buffer
+from xrl_lite.replay_buffer.events import EventLog, Events, read_events
 from xrl_lite.rollout.config import truncation_warning
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.trainer.agreement import NUM_PROMPTS, AgreementCheck
@@ -61,7 +62,7 @@ from xrl_lite.trainer.checkpoint import (
 from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
 from xrl_lite.trainer.modes import trainer_class
 from xrl_lite.trainer.report import ConsoleReporter, QuietReporter, Reporter
-from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, RunFolder
+from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, EVENTS, RunFolder
 from xrl_lite.trainer.stop import StopRequest, stop_on_signals
 from xrl_lite.weight_sync import WeightSync, choose_transport, make_transport
 
@@ -160,7 +161,9 @@ async def open_trainer(
         await engine.ready()
         await rollout.ready()
         reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
-        weight_sync = stack.enter_context(closing(await build_weight_sync(config, engine, rollout)))
+        weight_sync = stack.enter_context(
+            closing(await build_weight_sync(config, engine, rollout, events=replay_buffer.events))
+        )
         loggers = stack.enter_context(closing(build_loggers(config, folder)))
         parts = TrainerParts(
             engine=engine,
@@ -179,16 +182,37 @@ async def open_trainer(
             loggers=loggers,
             health=lambda: actor_metrics(system.statistics()) | rollout.metrics() | lag.metrics(),
         )
-        settings = TrainerSettings(
-            trainer=config.trainer,
-            evaluation=config.evaluation,
-            checkpoint=config.checkpoint,
-            report=config.report,
-            algorithm=config.resolved_algorithm,
-            sleep_level=config.rollout.sleep_level,
-            max_tokens=config.engine.max_tokens_per_micro_batch,
+        yield trainer_class(config.trainer.mode)(parts, trainer_settings(config), stop)
+
+
+def replay(config: RunConfig, events: Path, *, output: Path, break_at: int | None = None) -> int:
+    """Repeat the order of events of a recorded run, without model and processes; return how many there were.
+
+    Args:
+        config: Settings of the run.
+        events: Its events.jsonl.
+        output: Folder for the metrics of the replay.
+        break_at: Number of an event before which a debugger is entered.
+
+    Raises:
+        RunError: an event is another than the recorded one; says which.
+    """
+    from xrl_lite.trainer.replay import ReplaySettings, replay
+
+    with closing(RunFolder(output)) as folder:
+        return replay(
+            list(read_events(events)),
+            trainer_class(config.trainer.mode),
+            ReplaySettings(
+                trainer=trainer_settings(config),
+                tasks=config.tasks,
+                replay_buffer=config.replay_buffer,
+                limits=produce_limits(config),
+            ),
+            folder=folder,
+            reporter=QuietReporter(),
+            break_at=break_at,
         )
-        yield trainer_class(config.trainer.mode)(parts, settings, stop)
 
 
 async def evaluate(
@@ -372,7 +396,9 @@ def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, syst
     )
 
 
-async def build_weight_sync(config: RunConfig, engine: TrainingController, rollout: RolloutController) -> WeightSync:
+async def build_weight_sync(
+    config: RunConfig, engine: TrainingController, rollout: RolloutController, *, events: Events
+) -> WeightSync:
     """Make the way of the weights: the one of the settings, or the one that fits where both sides are."""
     settings = config.rollout
     name: str = settings.weight_transport
@@ -396,6 +422,7 @@ async def build_weight_sync(config: RunConfig, engine: TrainingController, rollo
         gate=rollout,
         transport=transport,
         max_unchanged=settings.max_unchanged_syncs,
+        on_synced=lambda version: events.record("synced", version=version),
     )
 
 
@@ -442,16 +469,16 @@ class Judgers:
 
 def build_buffer(config: RunConfig, folder: RunFolder) -> ReplayBuffer:
     """Open the replay buffer of the run's folder."""
-    storage, trainer = config.replay_buffer.storage, config.trainer
-    limit = trainer.max_failed_groups
+    storage = config.replay_buffer.storage
     return build_replay_buffer(
         config.replay_buffer,
-        trainer_mode=trainer.layout,
-        trainer_config=trainer,
+        trainer_mode=config.trainer.layout,
+        trainer_config=config.trainer,
         store=SQLiteStore(folder.path / BUFFER, compression_level=storage.compression_level)
         if storage.durable
         else MemoryStore(),
-        max_failed_groups=4 * trainer.groups_per_step if limit is None else limit,
+        max_failed_groups=config.max_failed_groups,
+        events=EventLog(folder.path / EVENTS) if config.report.save_events else None,
     )
 
 
@@ -522,19 +549,35 @@ def build_producer(
         )
         for task in data.tasks
     ]
-    limit, settings = config.trainer.max_failed_groups, config.agent_loop_manager
-    limits = ProduceLimits(
-        max_failed_groups=4 * config.trainer.groups_per_step if limit is None else limit,
-        backoff_s=settings.backoff_s,
-        max_backoff_s=settings.max_backoff_s,
-    )
     return Producer(
         tasks,
         manager=manager,
         replay_buffer=replay_buffer,
-        limits=limits,
+        limits=produce_limits(config),
         sync_weights_interval=config.trainer.sync_weights_interval,
         num_warmup_batches=config.trainer.num_warmup_batches,
+    )
+
+
+def produce_limits(config: RunConfig) -> ProduceLimits:
+    """Return when producing slows down and gives up."""
+    return ProduceLimits(
+        max_failed_groups=config.max_failed_groups,
+        backoff_s=config.agent_loop_manager.backoff_s,
+        max_backoff_s=config.agent_loop_manager.max_backoff_s,
+    )
+
+
+def trainer_settings(config: RunConfig) -> TrainerSettings:
+    """Return what the loop reads."""
+    return TrainerSettings(
+        trainer=config.trainer,
+        evaluation=config.evaluation,
+        checkpoint=config.checkpoint,
+        report=config.report,
+        algorithm=config.resolved_algorithm,
+        sleep_level=config.rollout.sleep_level,
+        max_tokens=config.engine.max_tokens_per_micro_batch,
     )
 
 

@@ -117,13 +117,14 @@ async def fill_and_drain(num_trajectories: int, settings: ReplayBufferConfig, st
     gc.collect()
     gc.freeze()
     started, cpu_started, number = time.perf_counter(), cpu_s(), 0
-    made_s = 0.0
+    made_s = made_cpu_s = 0.0
     part_started, part_made = started, 0.0
     for step in range(1, num_steps + 1):
         while number < min(num_groups, step * GROUPS_PER_STEP + WAITING_GROUPS):
-            making = time.perf_counter()
+            making, making_cpu = time.perf_counter(), cpu_s()
             batch = [make(number + place) for place in range(WAITING_GROUPS)]
             made_s += time.perf_counter() - making
+            made_cpu_s += cpu_s() - making_cpu
             await insert(buffer, batch, number, step)
             number += len(batch)
         groups, _ = await buffer.sample(step, "train", GROUPS_PER_STEP)
@@ -136,7 +137,7 @@ async def fill_and_drain(num_trajectories: int, settings: ReplayBufferConfig, st
     await buffer.flush()
     wall = time.perf_counter() - started - made_s
     trained = num_steps * GROUPS_PER_STEP * GROUP_SIZE
-    cpu = cpu_s() - cpu_started - made_s
+    cpu = cpu_s() - cpu_started - made_cpu_s
     await buffer.close()
     return {
         "trajectories": trained,

@@ -7,10 +7,12 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import pytest
 
 from tests.build import gsm8k_rows, run_config, without_times, write_rows
 from xrl_lite import run
+from xrl_lite.cli import main
 from xrl_lite.errors import JudgerError
 from xrl_lite.trainer.checkpoint import is_complete
 
@@ -79,7 +81,9 @@ async def test_same_seed_same_bits_with_one_or_four_judger_workers(tmp_path: Pat
     assert without_times(once) != without_times(other)
 
 
-async def test_a_resumed_run_goes_on_exactly(tmp_path: Path, tiny_model_folder: Path) -> None:
+async def test_a_resumed_run_goes_on_exactly_and_its_order_can_be_repeated(
+    tmp_path: Path, tiny_model_folder: Path
+) -> None:
     whole = await train(tmp_path, tiny_model_folder, name="whole", **{"trainer.num_steps": 4})
     # the learning rate is constant, so a run of two steps is the first half of a run of four
     await train(tmp_path, tiny_model_folder, name="parts", **{"trainer.num_steps": 2})
@@ -89,6 +93,9 @@ async def test_a_resumed_run_goes_on_exactly(tmp_path: Path, tiny_model_folder: 
 
     trained = [[r for r in without_times(records) if "loss" in r] for records in (whole, parts)]
     assert trained[0] == trained[1]
+    for name in ("whole", "parts"):
+        # a thread: a replay has an event loop of its own
+        assert await anyio.to_thread.run_sync(main, ["replay", str(tmp_path / "runs" / name)]) == 0
 
 
 async def test_a_reward_function_that_always_raises_stops_the_run_with_its_traceback(

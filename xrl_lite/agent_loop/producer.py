@@ -213,6 +213,7 @@ class Producer:
         try:
             while True:
                 await anyio.lowlevel.checkpoint()  # a change may have come together with the end
+                await self.replay_buffer.events.turn("admitted", "started")
                 if self._is_paused or not await self._fill(batch_size):
                     await self.replay_buffer.changed()
         finally:
@@ -377,6 +378,7 @@ class Producer:
         """Begin groups: first those that are to be made again, then new ones."""
         if num_groups < 1:
             return
+        await self.replay_buffer.events.turn("admitted", "started")
         again = self._to_be_made_again(task, num_groups)
         await self._run(again)
         new = [self._group_of(task, task.sampler.sample()) for _ in range(num_groups - len(again))]
@@ -402,6 +404,8 @@ class Producer:
     async def _go_on_with(self, *statuses: GroupStatus) -> int:
         """Run what stands in line already and is run by nobody, oldest first; return how many groups that is."""
         groups = [group for task in self.tasks.values() for status in statuses for group in self._listed(task, status)]
+        if groups:
+            await self.replay_buffer.events.turn("started")
         await self._run(sorted(groups, key=lambda group: group.ordinal))
         return len(groups)
 

@@ -103,6 +103,12 @@ class RunConfig(Settings):
         return self.trainer.num_steps * per_step
 
     @property
+    def max_failed_groups(self) -> int:
+        """Groups that may fail while one batch is produced."""
+        limit = self.trainer.max_failed_groups
+        return 4 * self.trainer.groups_per_step if limit is None else limit
+
+    @property
     def tasks(self) -> list[TaskSpecConfig]:
         """All tasks that are trained on; the first is the one that is evaluated."""
         return [self.task, *self.agent_loop_manager.tasks]

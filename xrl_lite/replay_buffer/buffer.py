@@ -33,6 +33,7 @@ from xrl_lite.data import RolloutState, Status, split_sessions
 from xrl_lite.errors import BufferStarvedError, LeaseError, RunError
 from xrl_lite.log import get_logger
 from xrl_lite.replay_buffer.config import ReplayBufferConfig
+from xrl_lite.replay_buffer.events import Events, attempts_of
 from xrl_lite.replay_buffer.eviction import (
     TRAIN,
     EvictionPolicy,
@@ -119,6 +120,7 @@ class ReplayBuffer:
         self.settings = ReplayBufferConfig()
         self.max_failed_groups: int | None = None
         self.store: GroupStore = MemoryStore()
+        self.events = Events()
         self.filtered_rewards: Counter[float] = Counter()
         self.table = GroupTable()
         self._num_admitted = 0
@@ -136,6 +138,7 @@ class ReplayBuffer:
         *,
         store: GroupStore | None = None,
         max_failed_groups: int | None = None,
+        events: Events | None = None,
         clock: Callable[[], float] = anyio.current_time,
     ) -> ReplayBuffer:
         """Take over settings, before the first group is admitted; return the buffer itself.
@@ -144,6 +147,7 @@ class ReplayBuffer:
             settings: All of them; the two that the constructor takes are read from here.
             store: Where groups are kept.
             max_failed_groups: Failures during one `sample` after which nothing is to be hoped for; None for no limit.
+            events: Is told what happens.
             clock: Seconds; leases and waits are measured by it.
         """
         assert not len(self.table), "settings come before the first group"
@@ -151,6 +155,7 @@ class ReplayBuffer:
         self.policy = settings.eviction_policy(self.trainer_mode)
         self.store = store or self.store
         self.max_failed_groups = max_failed_groups
+        self.events = events or self.events
         self._clock = clock
         return self
 
@@ -211,6 +216,14 @@ class ReplayBuffer:
             group.ordinal, group.since = self._num_admitted, self._clock()
             self._num_admitted += 1
             self.table.add(group)
+            self.events.record(
+                "admitted",
+                group=group.uid,
+                partition=group.partition_id,
+                task=group.task_name,
+                step=group.global_steps,
+                row=group.row,
+            )
         self.store.admit(groups, dict(notes or {}))
         self._notify()
 
@@ -244,6 +257,7 @@ class ReplayBuffer:
         if was_expired:
             self.table.move_last(group)
         group.last_event = f"started on {worker}"
+        self.events.record("started", group=uid, worker=worker, step=group.global_steps)
         self.store.update(group)
         self._notify()
         return lease
@@ -300,6 +314,7 @@ class ReplayBuffer:
             with self.table.changing(group):
                 group.status = GroupStatus.ABORTED
             group.last_event = f"given back by {lease.worker}"
+            self.events.record("given_back", group=group.uid)
             self.store.update(group)
             self._notify()
 
@@ -307,8 +322,12 @@ class ReplayBuffer:
         """Turn every group that a worker holds into a failure; return their uids."""
         held = sorted(self._held.get(worker, ()))
         for uid in held:
-            self._fail_now(self._group(uid, "fail"), f"{worker} died: {reason}")
+            self.revoke(uid, f"{worker} died: {reason}")
         return held
+
+    def revoke(self, uid: str, reason: str) -> None:
+        """Turn a group into a failure, whoever works on it: what it writes from now on is refused."""
+        self._fail_now(self._group(uid, "fail"), reason)
 
     def end_overdue_leases(self) -> list[str]:
         """Turn groups whose lease has run out into failures; return their uids."""
@@ -328,6 +347,7 @@ class ReplayBuffer:
             group.status = GroupStatus.EXPIRED
             group.measure()
         group.last_event = "some attempts were too old"
+        self.events.record("expired", group=group.uid)
         self.store.write_states(group)
         self._notify()
 
@@ -349,6 +369,7 @@ class ReplayBuffer:
             self._forget(group)
         if groups:
             self.store.drop(groups, reason)
+            self.events.record("dropped", groups=[group.uid for group in groups], reason=reason)
             self._notify()
 
     # --- training side
@@ -375,6 +396,7 @@ class ReplayBuffer:
         draw = Draw(global_steps, partition_id, batch_size)
         report_at = self._clock() + self.settings.report_wait_s
         while True:
+            await self.events.turn("dropped", "sampled")
             self.end_overdue_leases()
             if await self._refill(draw, self.evict_unusable(global_steps, partition_id)):
                 continue  # meanwhile groups may have ended that must be evicted too
@@ -440,6 +462,7 @@ class ReplayBuffer:
                     self._memory_bytes += _size_bytes(group)
             raise
         self.store.take(groups, global_steps)
+        self.events.record("sampled", step=global_steps, groups=[group.uid for group in groups])
         self._notify()
         return groups
 
@@ -536,6 +559,19 @@ class ReplayBuffer:
                 group.metric, group.is_uniform = self._filter_value(group, good)
             group.pool_key = self._pool_key(group)
             self.table.add(group)
+        found = [
+            {
+                "group": group.uid,
+                "partition": group.partition_id,
+                "task": group.task_name,
+                "row": group.row,
+                "step": group.global_steps,
+                "status": group.status.value,
+                "reason": group.reason,
+            }
+            for group in stored.groups
+        ]
+        self.events.record("restored", step=step, groups=found, notes=stored.notes)
         self._num_admitted = stored.next_ordinal
         self._notify()
         return stored.notes
@@ -553,6 +589,7 @@ class ReplayBuffer:
     async def close(self) -> None:
         """End the store."""
         await self.store.close()
+        self.events.close()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -583,18 +620,23 @@ class ReplayBuffer:
         self._release(group)
         group.states, group.reason = list(states), reason
         group.measure()
+        if self.events.listens:
+            attempts = attempts_of(group.states)
+            self.events.record("ended", group=group.uid, status=status.value, reason=reason, attempts=attempts)
         group.status, before = status, group.status
         self.store.write_states(group)
         group.status = before
         # shield: the write cannot be called back, so the group must not stay behind as running
         with anyio.CancelScope(shield=True):
             await self.store.flush()
+        await self.events.turn("stored", group=group.uid)
         if self.table.get(group.uid) is not group:
             return status  # it was discarded meanwhile
         with self.table.changing(group):
             group.status = status
             group.pool_key = self._pool_key(group)
         group.last_event = status.value
+        self.events.record("stored", group=group.uid, status=status.value)
         self._note_outcome(group)
         self._spill_if_full(group)
         self._notify()
@@ -605,6 +647,7 @@ class ReplayBuffer:
         with self.table.changing(group):
             group.status = GroupStatus.FAILURE
         group.reason = group.last_event = reason
+        self.events.record("failed", group=group.uid, reason=reason)
         self._note_outcome(group)
         self.store.update(group)
         self._notify()
@@ -753,8 +796,10 @@ class ReplayBuffer:
     def queue_metrics(self, partition_id: str) -> dict[str, float]:
         """Return how many groups wait in each status."""
         by_status = self.table.partition(partition_id).by_status
+        oldest = self.table.oldest_version(partition_id)
         return {
             "buffer/size": float(len(self.table)),
+            **({} if oldest is None else {"buffer/oldest_version": float(oldest)}),
             "buffer/memory_mb": self._memory_bytes / 1e6,
             **{f"buffer/{status.value}": float(by_status[status]) for status in GroupStatus},
         }

@@ -8,6 +8,7 @@ from xrl_lite.errors import ConfigError
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer.buffer import ReplayBuffer
 from xrl_lite.replay_buffer.config import ReplayBufferConfig
+from xrl_lite.replay_buffer.events import Events
 from xrl_lite.replay_buffer.eviction import TrainerMode
 from xrl_lite.replay_buffer.store import GroupStore
 
@@ -19,6 +20,7 @@ def build_replay_buffer(
     trainer_config: Any = None,
     store: GroupStore | None = None,
     max_failed_groups: int | None = None,
+    events: Events | None = None,
 ) -> ReplayBuffer:
     """Make the built-in buffer, or the user's.
 
@@ -28,6 +30,7 @@ def build_replay_buffer(
         trainer_config: Settings of that mode, handed to a custom buffer.
         store: Where groups are kept; in memory only when not given.
         max_failed_groups: See `ReplayBuffer.configure`.
+        events: Is told what happens.
 
     Raises:
         PluginError: the custom class cannot be loaded.
@@ -49,7 +52,7 @@ def build_replay_buffer(
             f"trainer_mode, trainer_config, max_off_policy_threshold, max_off_policy_strategy, sampler_kwargs and "
             f"refill_fn."
         ) from error
-    return buffer.configure(config, store=store, max_failed_groups=max_failed_groups)
+    return buffer.configure(config, store=store, max_failed_groups=max_failed_groups, events=events)
 
 
 def load_buffer_class(config: ReplayBufferConfig) -> type[ReplayBuffer]:

@@ -63,8 +63,8 @@ class StorageConfig(Settings):
     durable: bool = True
     """Keep it in buffer.sqlite in the run's folder, so that it survives a kill. False keeps it in memory only."""
 
-    compression_level: int = Field(default=1, ge=0, le=9)
-    """Level of zlib; 0 only packs numbers tightly."""
+    compression_level: int = Field(default=1, ge=0, le=3)
+    """How much to compress; 0 only packs numbers tightly."""
 
     max_memory_bytes: int = Field(default=2 << 30, gt=0)
     """Finished groups beyond this wait on the disk only, until they are trained on (estimated from their tokens)."""

@@ -128,6 +128,11 @@ class Pool:
         if not bucket:
             del self._buckets[key]
 
+    @property
+    def lowest(self) -> int | None:
+        """The lowest key; None if there is no group."""
+        return min(self._buckets, default=None)
+
     def __iter__(self) -> Iterator[str]:
         for key in sorted(self._buckets):
             yield from self._buckets[key]
@@ -177,6 +182,11 @@ class GroupTable:
     def by_version(self, partition_id: str, task_name: str) -> Pool:
         """Return the groups of a task that hold tokens and may become too old, oldest version first."""
         return self._versions.setdefault((partition_id, task_name), Pool())
+
+    def oldest_version(self, partition_id: str) -> int | None:
+        """Return the oldest policy version among tokens that wait; None if there are none."""
+        pools = (pool for (partition, _), pool in self._versions.items() if partition == partition_id)
+        return min((pool.lowest for pool in pools if pool.lowest is not None), default=None)
 
     def add(self, group: PromptGroup) -> None:
         """Add a group at the end of its partition."""

@@ -64,6 +64,7 @@ class SampleTally:
             "training/filter_groups/discarded_surplus_samples": float(self.num_surplus),
             "training/rollout_failure/evicted_samples": float(self._by_reason[Reason.FAILED]),
             "buffer/failed_groups": float(self._by_reason[Reason.FAILED]),
+            "buffer/stale_dropped": float(self._by_reason[Reason.STALE]),
             **_spread("training/off_policy/evicted_samples_staleness", self._stale_spans),
             **_ages(taken, global_steps),
         }

@@ -162,6 +162,7 @@ class TaskPools:
                 retryable=retryable,
             ):
                 num_expired += 1
+                await buffer.events.turn("expired", "dropped")
                 if retryable:
                     buffer.expire(group)
                 else:

@@ -22,7 +22,10 @@ The file can be read with any SQLite client, also while the run goes on (``sqlit
         min_version, max_version INTEGER      policy versions of its tokens
         step INTEGER                          step that trained on it, or that dropped it
         created_at, updated_at REAL           Unix time
-        prompt BLOB                           the attempts as they were drawn (pickle), to run the group again
+
+    prompts                                   of groups that nothing was generated for yet
+        ordinal INTEGER PRIMARY KEY           order of admission
+        states BLOB                           the attempts as they were drawn (pickle), to run the group again
 
     trajectories                              one line per attempt that was generated
         id INTEGER PRIMARY KEY                ordinal of the group * 2**20 + place in the group
@@ -30,7 +33,7 @@ The file can be read with any SQLite client, also while the run goes on (``sqlit
         score REAL                            reward.score
         num_prompt_tokens, num_response_tokens, min_version, max_version INTEGER
         prompt_ids, response_ids, logprobs, response_mask, response_model_steps BLOB    packed numbers
-        response, reward, rest BLOB           compressed text; see `xrl_lite.replay_buffer.columns` for both forms
+        response, reward, shared, rest BLOB   compressed text; see `xrl_lite.replay_buffer.columns` for both forms
 
     notes                                     name TEXT, value TEXT (JSON): how far the samplers are, for example
 
@@ -69,13 +72,15 @@ from xrl_lite.replay_buffer.store import IN_PROGRESS, StoredGroups
 
 logger = get_logger(__name__)
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FLUSH_TIMEOUT_S = 120.0
 _MAX_OPERATIONS = 1024
 """Operations in one transaction: bounds how long a flush waits for others."""
 _PLACES = 20
 """Bits of the place in a group."""
 _DELETED_AT_ONCE = 256
+_CHECKPOINT_PAGES = 4096
+"""Pages in the WAL (64 MiB) before they are copied to the file itself, which waits for the disk."""
 _TRAINED, _DROPPED = "trained", "dropped"
 
 _SCHEMA = """
@@ -84,20 +89,21 @@ CREATE TABLE IF NOT EXISTS groups (
     row INTEGER, global_steps INTEGER NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL DEFAULT '',
     num_rows INTEGER NOT NULL DEFAULT 0, num_tokens INTEGER NOT NULL DEFAULT 0,
     min_version INTEGER, max_version INTEGER, step INTEGER,
-    created_at REAL NOT NULL, updated_at REAL NOT NULL, prompt BLOB
+    created_at REAL NOT NULL, updated_at REAL NOT NULL
 );
 CREATE INDEX IF NOT EXISTS groups_by_status ON groups (status, step);
+CREATE TABLE IF NOT EXISTS prompts (ordinal INTEGER PRIMARY KEY, states BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS trajectories (
     id INTEGER PRIMARY KEY, rollout_id TEXT, status TEXT NOT NULL, finish_reason TEXT, error TEXT, score REAL,
     num_prompt_tokens INTEGER NOT NULL, num_response_tokens INTEGER NOT NULL, min_version INTEGER, max_version INTEGER,
     prompt_ids BLOB, response_ids BLOB, logprobs BLOB, response_mask BLOB, response_model_steps BLOB,
-    response BLOB, reward BLOB, rest BLOB NOT NULL
+    response BLOB, reward BLOB, shared BLOB NOT NULL, rest BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS notes (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 """
 _STATE_COLUMNS = (
     *("rollout_id", "status", "finish_reason", "error", "score", "num_prompt_tokens", "num_response_tokens"),
-    *("min_version", "max_version", *NUMBERS, "response", "reward", "rest"),
+    *("min_version", "max_version", *NUMBERS, "response", "reward", "shared", "rest"),
 )
 _INSERT_STATE = (
     f"INSERT OR REPLACE INTO trajectories (id, {', '.join(_STATE_COLUMNS)}) "
@@ -105,8 +111,10 @@ _INSERT_STATE = (
 )
 _GROUP_COLUMNS = (
     "ordinal, uid, partition_id, task_name, row, global_steps, status, reason, num_rows, num_tokens, min_version, "
-    "max_version, prompt"
+    "max_version"
 )
+_HERE = ", ".join(f"'{status.value}'" for status in GroupStatus)
+"""Status of a group that is in the buffer."""
 
 Operation = Callable[[sqlite3.Connection], object]
 
@@ -116,7 +124,7 @@ class SQLiteStore:
 
     Args:
         path: The file; made if it does not exist.
-        compression_level: Level of zlib, 1 to 9; 0 only packs numbers tightly.
+        compression_level: How much to compress, 1 to 3; 0 only packs numbers tightly.
         flush_timeout_s: Longest wait for a commit.
 
     Raises:
@@ -145,15 +153,17 @@ class SQLiteStore:
     def admit(self, groups: Sequence[PromptGroup], notes: dict[str, Any]) -> None:
         now = time.time()
         # pickled here, not in the writer: the attempts begin to change as soon as they are dispatched
-        rows = [(*_identity(group), now, now, pickle.dumps(group.states, protocol=5)) for group in groups]
+        rows = [(*_identity(group), now, now) for group in groups]
+        prompts = [(group.ordinal, pickle.dumps(group.states, protocol=5)) for group in groups]
         values = [(name, json.dumps(value)) for name, value in notes.items()]
 
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany(
                 "INSERT INTO groups (ordinal, uid, partition_id, task_name, row, global_steps, status, created_at, "
-                "updated_at, prompt) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "updated_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 rows,
             )
+            connection.executemany("INSERT INTO prompts VALUES (?, ?)", prompts)
             connection.executemany("INSERT OR REPLACE INTO notes VALUES (?, ?)", values)
 
         self._queue.put(write)
@@ -176,6 +186,7 @@ class SQLiteStore:
         def write(connection: sqlite3.Connection) -> None:
             first = ordinal << _PLACES
             connection.execute("DELETE FROM trajectories WHERE id >= ? AND id < ?", (first, first + (1 << _PLACES)))
+            connection.execute("DELETE FROM prompts WHERE ordinal = ?", (ordinal,))
             connection.executemany(
                 _INSERT_STATE,
                 ({"id": first + place, **row} for place, row in enumerate(encode_states(states, level=self._level))),
@@ -246,8 +257,7 @@ class SQLiteStore:
             except Exception as error:
                 self._failure = error
                 logger.exception("cannot write to %s", self.path)
-            for flush in flushes:
-                flush.answer(self._failure_as_error())
+            _answer(flushes, self._failure_as_error())
         self._writer.close()
 
     def _next_batch(self) -> tuple[list[Operation | _Flush], bool]:
@@ -276,8 +286,12 @@ class SQLiteStore:
     def _end(self, groups: Sequence[PromptGroup], status: str, reason: str, step: int) -> None:
         now = time.time()
         rows = [(status, reason or group.reason, step, now, group.ordinal) for group in groups]
-        statement = "UPDATE groups SET status=?, reason=?, step=?, updated_at=? WHERE ordinal=?"
-        self._queue.put(lambda connection: connection.executemany(statement, rows))
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("UPDATE groups SET status=?, reason=?, step=?, updated_at=? WHERE ordinal=?", rows)
+            connection.executemany("DELETE FROM prompts WHERE ordinal = ?", [row[-1:] for row in rows])
+
+        self._queue.put(write)
 
     async def _read(self, read: Callable[[sqlite3.Connection], Any]) -> Any:
         def locked() -> Any:
@@ -309,22 +323,25 @@ class _Flush:
     """Somebody who waits for the commit of what was queued before."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self.committed: asyncio.Future[None] = loop.create_future()
 
-    def answer(self, error: Exception | None) -> None:
-        """Wake it; called by the writer."""
 
-        def wake() -> None:
-            if self.committed.done():
-                return  # it gave up
+def _answer(flushes: Sequence[_Flush], error: Exception | None) -> None:
+    """Wake whoever waits; called by the writer. A loop is woken once, whatever the number of its waiters."""
+
+    def wake(loop: asyncio.AbstractEventLoop) -> None:
+        for flush in flushes:
+            if flush.loop is not loop or flush.committed.done():  # a done one gave up
+                continue
             if error is None:
-                self.committed.set_result(None)
+                flush.committed.set_result(None)
             else:
-                self.committed.set_exception(error)
+                flush.committed.set_exception(error)
 
+    for loop in {flush.loop for flush in flushes}:
         with suppress(RuntimeError):  # the loop has ended, and with it whoever waited
-            self._loop.call_soon_threadsafe(wake)
+            loop.call_soon_threadsafe(wake, loop)
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -336,9 +353,9 @@ def _connect(path: Path) -> sqlite3.Connection:
         raise StorageError(f"{path} has schema version {version}, this is for {SCHEMA_VERSION}. Use another run name.")
     if version == 0:
         connection.execute("PRAGMA page_size=16384")  # a trajectory then takes few pages
-        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
     connection.executescript(_SCHEMA)
     connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
     return connection
@@ -356,15 +373,18 @@ def _delete_groups(connection: sqlite3.Connection, ordinals: Sequence[int]) -> N
         "DELETE FROM trajectories WHERE id >= ? AND id < ?",
         [(ordinal << _PLACES, (ordinal + 1) << _PLACES) for ordinal in ordinals],
     )
-    connection.executemany("DELETE FROM groups WHERE ordinal = ?", [(ordinal,) for ordinal in ordinals])
-    connection.execute("PRAGMA incremental_vacuum(256)")
+    for table in ("prompts", "groups"):
+        connection.executemany(f"DELETE FROM {table} WHERE ordinal = ?", [(ordinal,) for ordinal in ordinals])
 
 
 def _rewind(connection: sqlite3.Connection, step: int, *, keep_newer: bool) -> None:
     """Undo what was done after the end of `step`."""
-    newer = "(status NOT IN ('trained', 'dropped') OR step > ?)"
     if not keep_newer:
-        ordinals = connection.execute(f"SELECT ordinal FROM groups WHERE {newer}", (step,)).fetchall()
+        ordinals = connection.execute(
+            f"SELECT ordinal FROM groups WHERE status IN ({_HERE}) "
+            f"UNION ALL SELECT ordinal FROM groups WHERE status IN ('{_TRAINED}', '{_DROPPED}') AND step > ?",
+            (step,),
+        ).fetchall()
         _delete_groups(connection, [ordinal for (ordinal,) in ordinals])
         return
     # what was dropped stays dropped: it was replaced by another draw, which is here too
@@ -379,10 +399,13 @@ def _read_states(connection: sqlite3.Connection, ordinal: int) -> list[RolloutSt
     return [decode_state(dict(zip(_STATE_COLUMNS, row, strict=True))) for row in cursor]
 
 
+def _read_prompt(connection: sqlite3.Connection, ordinal: int) -> list[RolloutState]:
+    (states,) = connection.execute("SELECT states FROM prompts WHERE ordinal = ?", (ordinal,)).fetchone()
+    return pickle.loads(states)
+
+
 def _read_waiting(connection: sqlite3.Connection) -> StoredGroups:
-    rows = connection.execute(
-        f"SELECT {_GROUP_COLUMNS} FROM groups WHERE status NOT IN ('trained', 'dropped') ORDER BY ordinal"
-    )
+    rows = connection.execute(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE status IN ({_HERE}) ORDER BY ordinal")
     notes = {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM notes")}
     (last,) = connection.execute("SELECT max(ordinal) FROM groups").fetchone()
     groups = [_group(connection, row) for row in rows]
@@ -390,14 +413,13 @@ def _read_waiting(connection: sqlite3.Connection) -> StoredGroups:
 
 
 def _group(connection: sqlite3.Connection, row: Sequence[Any]) -> PromptGroup:
-    *fields, prompt = row
-    known: dict[str, Any] = dict(zip(_GROUP_COLUMNS.split(", "), fields, strict=False))
+    known: dict[str, Any] = dict(zip(_GROUP_COLUMNS.split(", "), row, strict=True))
     known["status"] = GroupStatus(known["status"])
     group = PromptGroup(**known)
     if group.status in IN_PROGRESS:
         # what was interrupted goes on from what it had; what was running begins with its prompt
         kept = _read_states(connection, group.ordinal) if group.status is not GroupStatus.PENDING else []
-        group.states = kept or pickle.loads(prompt)
+        group.states = kept or _read_prompt(connection, group.ordinal)
     else:
         group.is_spilled = True
     return group

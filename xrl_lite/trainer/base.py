@@ -222,8 +222,11 @@ class RLTrainer(ABC):
                     while self.global_step < last_step and not self.stop.requested:
                         self.global_step += 1
                         await self._run_step()
+                    if self.stop.requested:
+                        await self.note("stopped", step=self.global_step)
                     if self.global_step > 0 and self._saved_step != self.global_step:
                         await self._save()
+                    await self.note("over")
                 finally:
                     with anyio.move_on_after(END_TIMEOUT_S, shield=True):
                         await self.on_train_end()
@@ -273,6 +276,12 @@ class RLTrainer(ABC):
         groups, metrics = await self.parts.replay_buffer.sample(self.global_step, TRAIN, batch_size)
         producer.mask_stale_tokens(groups, self.global_step)
         return groups, metrics | producer.metrics()
+
+    async def note(self, event: str, **fields: Any) -> None:
+        """Note an event, when it may come: at once, but in a replay."""
+        events = self.parts.replay_buffer.events
+        await events.turn(event, **fields)
+        events.record(event, **fields)
 
     async def sync_weights(self) -> None:
         """Give the replicas the present weights."""
@@ -349,7 +358,9 @@ class RLTrainer(ABC):
             logger.warning(text)
             self.parts.reporter.note(text)
         # also without tokens: the schedule of the learning rate goes on
-        return metrics | await self.parts.engine.train_batch(batch)
+        metrics |= await self.parts.engine.train_batch(batch)
+        await self.note("trained", step=batch.step, part=batch.part)
+        return metrics
 
     def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
         if self.settings.report.save_rollouts:
@@ -392,6 +403,7 @@ class RLTrainer(ABC):
         await self.on_validate_begin()
         started = now()
         metrics = await self.parts.evaluator.evaluate()
+        await self.note("evaluated", step=self.global_step, metrics=metrics)
         record = metrics | self._judger_metrics() | {"time/evaluation": now() - started}
         await self.on_validate_end()
         self._evaluation_due = False
@@ -416,6 +428,7 @@ class RLTrainer(ABC):
         await self.parts.replay_buffer.flush()
         self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
         self._saved_step = self.global_step
+        await self.note("saved", step=self.global_step)
         self.parts.replay_buffer.checkpointed(self.parts.store.oldest_step())
         self.parts.callback.on_save(
             trainer=self, global_step=self.global_step, checkpoint_dir=str(self._checkpoint), async_save=False
@@ -434,6 +447,8 @@ class RLTrainer(ABC):
             self.parts.folder.forget_after(self.global_step)
             self.parts.store.forget_after(self.global_step)
             self.parts.reporter.note(f"going on after step {self.global_step} from {checkpoint}")
+        begun_with = {name: value for name, value in (state or {}).items() if name != "random"}
+        self.parts.replay_buffer.events.record("began", step=self.global_step, state=begun_with or None)
         await self._load_prompts(state)
 
     async def _load_prompts(self, state: dict[str, Any] | None) -> None:

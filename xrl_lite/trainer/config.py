@@ -158,6 +158,9 @@ class ReportConfig(Settings):
     save_rollouts: bool = True
     """Write every trained attempt to rollouts/step_*.jsonl."""
 
+    save_events: bool = True
+    """Write what happens, in its order, to events.jsonl; `xrl-lite replay` repeats it."""
+
     @field_validator("loggers")
     @classmethod
     def _loggers_exist(cls, names: list[str]) -> list[str]:

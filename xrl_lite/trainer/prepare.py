@@ -12,6 +12,7 @@ Response, mask and log-probs have one length; the advantages that are estimated 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -80,9 +81,12 @@ def _metrics(
 ) -> dict[str, float]:
     states = [state for group in groups for state in group]
     lengths = [len(state.response_ids or []) for state in states]
+    ended = [length for state, length in zip(states, lengths, strict=True) if state.finish_reason == "stop"]
     metrics = {
         "completions/mean_length": sum(lengths) / max(len(lengths), 1),
+        "completions/min_length": float(min(lengths, default=0)),
         "completions/max_length": float(max(lengths, default=0)),
+        "completions/mean_terminated_length": sum(ended) / max(len(ended), 1),
         "completions/clipped_ratio": sum(state.finish_reason == "length" for state in states) / max(len(states), 1),
         "completions/failed": float(sum(not _is_trainable(state) for state in states)),
         "prompts/mean_length": sum(map(len, batch.prompts)) / max(len(batch), 1),
@@ -91,7 +95,7 @@ def _metrics(
     if not representatives:
         return metrics
     one_each = batch.select(list(representatives))
-    return metrics | _reward_metrics(one_each) | _part_means(one_each) | agent_metrics(groups)
+    return metrics | _reward_metrics(one_each) | _part_spreads(one_each) | agent_metrics(groups)
 
 
 def _reward_metrics(sessions: TrainBatch) -> dict[str, float]:
@@ -113,14 +117,17 @@ def _reward_metrics(sessions: TrainBatch) -> dict[str, float]:
     }
 
 
-def _part_means(sessions: TrainBatch) -> dict[str, float]:
-    """Mean of every numeric part of the rewards over the samples that have it."""
-    means: dict[str, float] = {}
+def _part_spreads(sessions: TrainBatch) -> dict[str, float]:
+    """Mean and deviation of every numeric part of the rewards over the samples that have it."""
+    spreads: dict[str, float] = {}
     for name, values in sorted((sessions.reward_parts or {}).items()):
         finite = [value for value in values if math.isfinite(value)]
         if finite:
-            means[f"rewards/{name}/mean"] = sum(finite) / len(finite)
-    return means
+            spreads |= {
+                f"rewards/{name}/mean": statistics.fmean(finite),
+                f"rewards/{name}/std": statistics.pstdev(finite),
+            }
+    return spreads
 
 
 def _number_sessions(kept: Sequence[tuple[int, RolloutState]]) -> list[int]:

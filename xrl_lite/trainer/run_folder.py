@@ -8,6 +8,7 @@
         trained.jsonl        a line per trained group: step, uid, task, row, policy_version [oldest, newest]
         rollouts/            step_*.jsonl: every trained attempt
         buffer.sqlite        everything that was generated (xrl_lite.replay_buffer.sqlite_store)
+        events.jsonl         what happened, in its order (xrl_lite.replay_buffer.events)
         logs/                driver.log and one log per actor
         checkpoints/         step_*/, complete ones only
         learning_curve.png
@@ -28,6 +29,7 @@ from xrl_lite.replay_buffer import PromptGroup
 LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 BUFFER = "buffer.sqlite"
+EVENTS = "events.jsonl"
 
 
 class RunFolder:

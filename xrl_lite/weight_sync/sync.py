@@ -145,6 +145,7 @@ class WeightSync:
         transport: The way.
         adapters_only: Bring the LoRA adapter alone; the targets have the model that it was made for.
         max_unchanged: After so many syncs in a row that changed nothing although the optimizer moved, it warns.
+        on_synced: Is told the version that every target holds, before generation goes on.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class WeightSync:
         transport: Transport,
         adapters_only: bool = False,
         max_unchanged: int = 3,
+        on_synced: Callable[[int], None] = lambda version: None,
     ) -> None:
         self._source = source
         self._targets = targets
@@ -163,6 +165,7 @@ class WeightSync:
         self._transport = transport
         self._adapters_only = adapters_only
         self._max_unchanged = max_unchanged
+        self._on_synced = on_synced
         self._attached = False
         self._lock = anyio.Lock()
         self._offer: WeightOffer | None = None
@@ -212,6 +215,7 @@ class WeightSync:
                             raise WeightSyncError(str(lost)) from lost
                         offer = await self._open(version)
                 self._note(offer)
+                self._on_synced(version)
             finally:
                 with anyio.CancelScope(shield=True):  # both have deadlines
                     await self._gate.continue_generation()

@@ -22,7 +22,7 @@ from tests.build import make_state
 from xrl_lite.data import RolloutFunctionCall, RolloutState, RolloutToolCall, Status
 from xrl_lite.errors import StorageError
 from xrl_lite.replay_buffer import GroupStatus, ReplayBuffer, ReplayBufferConfig, SQLiteStore, build_replay_buffer
-from xrl_lite.replay_buffer.columns import decode_state, encode_state, pack, unpack
+from xrl_lite.replay_buffer.columns import decode_state, encode_states, pack, unpack
 
 
 def open_buffer(folder: Path, **config: Any) -> ReplayBuffer:
@@ -70,7 +70,7 @@ def query(folder: Path, sql: str) -> list[Any]:
         st.lists(st.floats(width=32, allow_nan=False), max_size=300),
         st.lists(st.floats(allow_nan=False)),
     ),
-    st.integers(0, 9),
+    st.integers(0, 3),
 )
 @settings(deadline=None)
 def test_packed_numbers_come_back_as_they_were(numbers: list[float] | None, level: int) -> None:
@@ -86,14 +86,17 @@ def test_packing_is_tight_and_compresses_what_repeats() -> None:
 
 
 def test_the_documented_way_to_read_a_column_works() -> None:
-    for numbers in ([7, 70000] * 100, [-0.5, -0.25], [3] * 9):
+    for numbers in ([7, 70000] * 100, [-0.5, -0.25], [3] * 9, [-1, 5], [0.1] * 3):
         blob = pack(numbers) or b""
         kind, how, body = blob[:1].decode(), blob[1:2], blob[2:]
-        if how == b"=":
-            read = array(kind, body[4:]) * int.from_bytes(body[:4], "little")
+        times = int.from_bytes(body[:4], "little") if how == b"=" else 1
+        body = body[4:] if how == b"=" else zlib.decompress(body) if how == b"z" else body
+        if kind in "1234":
+            size = len(body) // int(kind)
+            read = [sum(body[n + place * size] << 8 * place for place in range(int(kind))) for n in range(size)] * times
         else:
-            read = array(kind, zlib.decompress(body) if how == b"z" else body)
-        assert read.tolist() == numbers
+            read = list(array(kind, body)) * times
+        assert read == numbers
 
 
 @pytest.mark.parametrize(
@@ -108,7 +111,8 @@ def test_the_documented_way_to_read_a_column_works() -> None:
     ],
 )
 def test_a_state_comes_back_as_it_was(state: RolloutState) -> None:
-    again = decode_state(encode_state(state))
+    (row,) = encode_states([state])
+    again = decode_state(row)
     assert again == state
     assert again.extra_fields == state.extra_fields
     assert again.sample_params == state.sample_params
@@ -310,7 +314,7 @@ def test_a_file_of_another_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     with sqlite3.connect(path) as connection:
         connection.execute("PRAGMA user_version=99")
-    with pytest.raises(StorageError, match="has schema version 99, this is for 1"):
+    with pytest.raises(StorageError, match="has schema version 99, this is for 2"):
         SQLiteStore(path)
 
 
