@@ -39,15 +39,12 @@ class Engine(LocalWeights):
     """Trains nothing, and writes down what it was asked."""
 
     def __init__(self, **metrics: float) -> None:
-        super().__init__(lambda: {"w": torch.full((2,), float(len(self.batches)))})
+        super().__init__(lambda: {"w": torch.full((2,), float(len(self.batches)))}, in_thread=False)
         self.metrics = metrics
         self.batches: list[TrainBatch] = []
         self.measured: list[list[str]] = []
         self.loaded: Path | None = None
         self.kept: list[int] = []
-
-    async def send_weights(self, number: int, num_receivers: int) -> Any:
-        return self._attached().send(number, num_receivers)  # no thread: it would not live in virtual time
 
     async def keep_policy(self) -> None:
         self.kept.append(len(self.batches))

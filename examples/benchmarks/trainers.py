@@ -251,20 +251,18 @@ class SimulatedEngine:
         from xrl_lite.weight_sync import LocalWeights
 
         self._train_s = train_s
-        self._weights = LocalWeights(self._present)
+        self._weights = LocalWeights(self._present, in_thread=False)
         self.num_updates = 0
         self.busy_s = 0.0
         self.attach_weights = self._weights.attach_weights
         self.open_weights = self._weights.open_weights
+        self.send_weights = self._weights.send_weights
         self.close_weights = self._weights.close_weights
 
     def _present(self) -> dict[str, Any]:
         import torch
 
         return {"w": torch.full((1,), float(self.num_updates))}
-
-    async def send_weights(self, number: int, num_receivers: int) -> Any:
-        return self._weights._attached().send(number, num_receivers)  # here: a thread would not live in simulated time
 
     async def measure(self, batch: Any, names: list[str]) -> dict[str, Any]:
         return dict.fromkeys(names, batch.rollout_logprobs)

@@ -127,6 +127,7 @@ class ReplayBuffer:
         self._changed = anyio.Event()
         self._deadlines: list[tuple[float, str, int]] = []
         self._held: dict[str, set[str]] = {}
+        self._being_taken: Counter[str] = Counter()
         self._memory_bytes = 0
         self._tally = SampleTally()
         self.outcomes: Counter[GroupStatus] = Counter()
@@ -453,6 +454,7 @@ class ReplayBuffer:
         groups = [self._group(uid, "take") for uid in uids]
         for group in groups:
             self._forget(group)
+        self._being_taken.update(group.partition_id for group in groups)
         try:
             await self.load(groups)
         except BaseException:
@@ -461,6 +463,8 @@ class ReplayBuffer:
                 if not group.is_spilled and group.status is GroupStatus.FINISHED:
                     self._memory_bytes += _size_bytes(group)
             raise
+        finally:
+            self._being_taken.subtract(group.partition_id for group in groups)
         self.store.take(groups, global_steps)
         self.events.record("sampled", step=global_steps, groups=[group.uid for group in groups])
         self._notify()
@@ -502,8 +506,12 @@ class ReplayBuffer:
         return sum(by_status[status] for status in statuses or GroupStatus)
 
     def num_waiting(self, partition_id: str) -> int:
-        """Return how many groups stand in line to be trained on, finished or not: what pacing bounds."""
-        return self.count(partition_id) - self.count(partition_id, GroupStatus.FAILURE, *PARKED)
+        """Return how many groups stand in line to be trained on, finished or not: what pacing bounds.
+
+        Those that `take_groups` is about to return still do.
+        """
+        listed = self.count(partition_id) - self.count(partition_id, GroupStatus.FAILURE, *PARKED)
+        return listed + self._being_taken[partition_id]
 
     @property
     def num_admitted(self) -> int:

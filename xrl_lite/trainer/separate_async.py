@@ -57,10 +57,11 @@ class SeparateAsyncTrainer(RLTrainer):
             await self.parts.producer.refresh_staleness(self.global_step)
             groups, metrics = await super().sample_batch(batch_size)
         self._num_taken += batch_size
+        self._tell_producer()  # at once: until then it would count on a batch that has left
         return groups, metrics
 
     async def on_sample_end(self) -> None:
-        self._tell_producer()
+        """Nothing to do: requests go on."""
 
     async def on_step_end(self) -> None:
         if not self.weights_are_due:
