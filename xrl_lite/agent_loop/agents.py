@@ -20,6 +20,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -261,10 +262,16 @@ def _load_target(target: str, name: str) -> Any:
 
 def _arguments(agent: Any, name: str, parts: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Choose what a constructor is called with: parts it names, and its own settings, all of which it must take."""
-    parameters = inspect.signature(agent).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    parameters, takes_any = _parameters_of(agent)
     for key in own:
         if key not in parameters and not takes_any:
             raise ConfigError(f"agent {name!r} has no setting {key!r}.{did_you_mean(key, parameters)}")
     injected = parts if takes_any else {key: value for key, value in parts.items() if key in parameters}
     return {**injected, **own}
+
+
+@lru_cache
+def _parameters_of(agent: Any) -> tuple[frozenset[str], bool]:
+    """Return what a constructor takes by name, and whether it takes anything; looked up once, made for each attempt."""
+    parameters = inspect.signature(agent).parameters
+    return frozenset(parameters), any(each.kind is each.VAR_KEYWORD for each in parameters.values())

@@ -11,6 +11,8 @@ from xrl_lite.data import RolloutState, SampleParams, Status
 from xrl_lite.data.sampling_params import merge_sampling_params
 from xrl_lite.errors import RolloutError
 
+_BLANK = RolloutState(message=[])
+
 
 class TokenOutputLike(Protocol):
     """One response."""
@@ -77,14 +79,19 @@ class StateClient:
             ConfigError: a sampling parameter is unknown or out of range.
             RolloutError: the response could not be generated.
         """
-        state = RolloutState.model_construct(  # validating a long prompt costs more than all the rest
-            message=[],
-            prompt_ids=list(prompt_ids),
-            # the turn belongs to the id, since equal ids have equal seeds
-            rollout_id=f"{request_id}/{len(prompt_ids)}",
-            session_id=request_id,
-            task_name=self._task_name,
-            sample_params=self._merge(sampling_params),
+        # the turn belongs to the id, since equal ids have equal seeds
+        turn_id = f"{request_id}/{len(prompt_ids)}"
+        state = _BLANK.model_copy(  # validating a long prompt costs more than all the rest
+            update={
+                "message": [],
+                "prompt_ids": list(prompt_ids),
+                "rollout_id": turn_id,
+                "uid": turn_id,
+                "session_id": request_id,
+                "task_name": self._task_name,
+                "sample_params": self._merge(sampling_params),
+                "extra_fields": {},
+            }
         )
         state = await self._rollout_ctl.generate(state)
         if state.status is Status.FAILED:

@@ -99,11 +99,30 @@ class TemplateRules:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Rest:
+    """What is behind the mark in a turn where it is the last."""
+
+    text: str
+    """The text."""
+    ids: list[int]
+    """Its tokens."""
+    end: int | None
+    """Place of the token that ends the turn; None if there is none."""
+    head: int
+    """Where in the text encoding may begin: at the token that ends the turn if it stands for itself, else at 0."""
+
+    @property
+    def num_skipped(self) -> int:
+        """Tokens before `head`."""
+        return self.end if self.head and self.end is not None else 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Frame:
     """What a template writes around the contents of messages that follow a turn."""
 
-    rest_of_turn: tuple[str, list[int]]
-    """What is behind the mark in the turn where it is the last, as text and tokens."""
+    rest_of_turn: _Rest
+    """What is behind the mark in the turn where it is the last."""
     pieces: tuple[str, ...]
     """Texts before, between and behind the contents."""
 
@@ -248,13 +267,13 @@ class ChatTemplate:
         shown = tools if self._needs_tools else None
         frame = None if shown else self._frame(shape, messages)
         if frame is not None:
-            return self._split(*frame.rest_of_turn, frame.filled(messages))
+            return self._split(frame.rest_of_turn, frame.filled(messages))
         return self._split(*self._rendered(shape, messages, shown))
 
     def _rendered(
         self, shape: Shape, messages: Sequence[Message], shown: Sequence[Message] | None
-    ) -> tuple[str, list[int], str]:
-        """Return what is behind the mark where the turn is the last, as text and tokens, and where messages follow."""
+    ) -> tuple[_Rest, str]:
+        """Return what is behind the mark where the turn is the last, and where messages follow."""
         refusal: TemplateError | None = None
         for stand_in in self._stand_ins(shape, messages):
             before = [{"role": "user", "content": _USER}, stand_in]
@@ -265,22 +284,29 @@ class ChatTemplate:
                 refusal = refusal or error
                 continue
             if rest_of_turn is not None and _ANSWER in full:
-                return *rest_of_turn, full[full.index(_ANSWER) + len(_ANSWER) :]
+                return rest_of_turn, full[full.index(_ANSWER) + len(_ANSWER) :]
         raise refusal or TemplateError("The chat template does not show the model's turn once messages follow it.")
 
-    def _rest_of_turn(self, turn: list[Message], tools: Sequence[Message] | None) -> tuple[str, list[int]] | None:
-        """Return what is behind the mark where the turn is the last, as text and tokens; None if it is not shown."""
+    def _rest_of_turn(self, turn: list[Message], tools: Sequence[Message] | None) -> _Rest | None:
+        """Return what is behind the mark where the turn is the last; None if it is not shown."""
         key = None if tools else json.dumps(turn[-1])
         if key in self._rests:
             return self._rests[key]
         text = self.render(turn, tools=tools, opening=False)
         found = None
         if _ANSWER in text:  # some formats show only one call
-            rest = text[text.index(_ANSWER) + len(_ANSWER) :]
-            found = (rest, self.tokenizer.encode_following(rest))
+            found = self._rest(text[text.index(_ANSWER) + len(_ANSWER) :])
         if key is not None and len(self._rests) < _MAX_CACHED:
             self._rests[key] = found
         return found
+
+    def _rest(self, text: str) -> _Rest:
+        tokenizer = self.tokenizer
+        ids = tokenizer.encode_following(text)
+        end = _last_end(ids, tokenizer, self.rules.end_ids)
+        head = max(0, text.find(tokenizer.decode([ids[end]], skip_special_tokens=False))) if end is not None else 0
+        stands_alone = end is not None and tokenizer.encode_text(text[head:]) == ids[end:]
+        return _Rest(text=text, ids=ids, end=end, head=head if stands_alone else 0)
 
     def _frame(self, shape: Shape, messages: Sequence[Message]) -> _Frame | None:
         """Return the text around the contents of such messages; None where they must be rendered.
@@ -288,53 +314,55 @@ class ChatTemplate:
         Most templates put contents into the text as they are. It is found out once for each sequence of roles and
         names, with contents that a template which trims, escapes or looks at them would show in another way.
         """
+        kinds: list[tuple[str, str | None]] = []
         for message in messages:
-            content = message.get("content")
+            content, role = message.get("content"), message["role"]
             if not isinstance(content, str) or not content or message.keys() - _FRAMED_KEYS:
                 return None
-        kinds = tuple((message["role"], message.get("name")) for message in messages)
-        if any(role == "tool" for role, _ in kinds) and self._shows_ids:
-            return None
-        key = (shape, kinds)
+            if role == "tool" and self._shows_ids:
+                return None
+            kinds.append((role, message.get("name")))
+        key = (shape, tuple(kinds))
         if key not in self._frames and len(self._frames) < _MAX_CACHED:
             self._frames[key] = self._find_frame(shape, messages)
         return self._frames.get(key)
 
     def _find_frame(self, shape: Shape, messages: Sequence[Message]) -> _Frame | None:
-        def rendered(contents: Sequence[str]) -> tuple[str, list[int], str]:
+        def rendered(contents: Sequence[str]) -> tuple[_Rest, str]:
             filled = [{**message, "content": text} for message, text in zip(messages, contents, strict=True)]
             return self._rendered(shape, filled, None)
 
         marks = [f"{_NEWS}{place}q" for place in range(len(messages))]
-        rest, ids, text = rendered(marks)
+        rest, text = rendered(marks)
         pieces: list[str] = []
         for mark in marks:
             before, found, text = text.partition(mark)
             if not found or any(other in before + text for other in (*marks[: len(pieces)], mark)):
                 return None
             pieces.append(before)
-        frame = _Frame(rest_of_turn=(rest, ids), pieces=(*pieces, text))
+        frame = _Frame(rest_of_turn=rest, pieces=(*pieces, text))
         for probe in _DIFFICULT:
             contents = [probe] * len(messages)
             try:
-                if rendered(contents)[2] != frame.filled([{"content": content} for content in contents]):
+                if rendered(contents)[1] != frame.filled([{"content": content} for content in contents]):
                     return None
             except TemplateError:
                 return None
         return frame
 
-    def _split(self, rest_of_turn: str, turn_ids: list[int], text: str) -> tuple[list[int], list[int]]:
+    def _split(self, rest_of_turn: _Rest, text: str) -> tuple[list[int], list[int]]:
         """Split what is behind the mark, messages included, at the end of the turn."""
-        tokenizer, end_ids = self.tokenizer, self.rules.end_ids
-        ids = tokenizer.encode_following(text)
-        if text.startswith(rest_of_turn):
-            start = _last_end(turn_ids, tokenizer, end_ids)
-            if start is None:
-                return [], tokenizer.encode_following(text[len(rest_of_turn) :])
+        rest, tokenizer = rest_of_turn, self.tokenizer
+        if text.startswith(rest.text):
+            if rest.end is None:
+                return [], tokenizer.encode_following(text[len(rest.text) :])
             # encoded as one, so that a line break at the end of the turn meets what follows it
-            return ids[start : len(turn_ids)], ids[len(turn_ids) :]
+            ids = tokenizer.encode_text(text[rest.head :]) if rest.num_skipped else tokenizer.encode_following(text)
+            start, stop = rest.end - rest.num_skipped, len(rest.ids) - rest.num_skipped
+            return ids[start:stop], ids[stop:]
         # the last turn of a conversation ends in a way of its own
-        start = next((place for place, token in enumerate(ids) if token in end_ids), None)
+        ids = tokenizer.encode_following(text)
+        start = next((place for place, token in enumerate(ids) if token in self.rules.end_ids), None)
         if start is None:
             raise TemplateError(
                 f"The chat template cannot be rendered incrementally: behind the model's turn, "

@@ -26,6 +26,7 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs or {})
+        self._ids_of: dict[tuple[str, ...], frozenset[int]] = {}
 
     @classmethod
     def load(cls, model_path: str, *, template_kwargs: Mapping[str, Any] | None = None) -> Tokenizer:
@@ -115,9 +116,12 @@ class Tokenizer:
 
     def token_ids_of(self, texts: Sequence[str]) -> frozenset[int]:
         """Return the ids of those texts that are one token each; texts the tokenizer has no token for are left out."""
-        found = (self._tokenizer.convert_tokens_to_ids(text) for text in texts)
-        unknown = self._tokenizer.unk_token_id
-        return frozenset(token for token in found if token is not None and token != unknown)
+        key = tuple(texts)
+        if key not in self._ids_of:
+            found = (self._tokenizer.convert_tokens_to_ids(text) for text in texts)
+            unknown = self._tokenizer.unk_token_id
+            self._ids_of[key] = frozenset(token for token in found if token is not None and token != unknown)
+        return self._ids_of[key]
 
     @cached_property
     def _backend(self) -> Any:
