@@ -10,6 +10,7 @@ On a machine that others use too the seconds say little; the ratios hold better,
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -36,6 +37,7 @@ from xrl_lite.rollout.continuous_batch import ContinuousBatch
 from xrl_lite.rollout.continuous_batch import Sequence as Running
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.rollout.replica import GenerateRequest
+from xrl_lite.run import RARE_COLLECTIONS
 from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
 
 PARTS = ("torch", "vllm", "sync", "driver")
@@ -320,6 +322,8 @@ async def measure_driver(num_requests: int) -> dict[str, Any]:
 
         for _ in range(5):
             await run(CONCURRENT)
+        gc.freeze()  # as a run does
+        gc.set_threshold(*RARE_COLLECTIONS)
         resident_before = resident_bytes()
         cpu_before = own_cpu_s()
         for _ in range(num_requests // CONCURRENT):
