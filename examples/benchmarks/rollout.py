@@ -10,6 +10,7 @@ On a machine that others use too the seconds say little; the ratios hold better,
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import os
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +38,7 @@ from xrl_lite.rollout.continuous_batch import ContinuousBatch
 from xrl_lite.rollout.continuous_batch import Sequence as Running
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.rollout.replica import GenerateRequest
+from xrl_lite.run import RARE_COLLECTIONS
 from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
 
 PARTS = ("torch", "vllm", "sync", "driver")
@@ -85,15 +88,24 @@ def on_uvloop(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     return anyio.run(function, *arguments, backend_options={"use_uvloop": True})
 
 
-def best_of(contenders: dict[str, Callable[[], None]]) -> dict[str, float]:
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of the best of several runs."""
+
+    wall: float
+    cpu: float
+    """Of all threads; others on the machine change it little."""
+
+
+def best_of(contenders: dict[str, Callable[[], None]]) -> dict[str, Cost]:
     """Best seconds of each of several contenders that take turns."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    costs: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     for _ in range(RUNS):
         for name, run in contenders.items():
-            started = time.perf_counter()
+            wall, cpu = time.perf_counter(), time.process_time()
             run()
-            times[name].append(time.perf_counter() - started)
-    return {name: min(values) for name, values in times.items()}
+            costs[name].append((time.perf_counter() - wall, time.process_time() - cpu))
+    return {name: Cost(*map(min, zip(*values, strict=True))) for name, values in costs.items()}
 
 
 def make_prompts(number: int) -> list[list[int]]:
@@ -120,15 +132,16 @@ def measure_torch(path: Path, num_requests: int) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name, lengths in (("equal lengths", [EQUAL_LENGTH] * BATCH), ("ragged lengths", ragged)):
         prompts = make_prompts(len(lengths))
-        times = best_of(
+        costs = best_of(
             {
                 "transformers": lambda p=prompts, n=lengths: generate_with_transformers(theirs, p, n),
                 "ours": lambda p=prompts, n=lengths: generate_with_ours(ours, p, n),
             }
         )
-        rates = {key: sum(lengths) / seconds for key, seconds in times.items()}
+        rates = {key: sum(lengths) / cost.wall for key, cost in costs.items()}
         result[name] = {f"{key}, tokens/s": round(rate) for key, rate in rates.items()}
         result[name]["ours / transformers"] = round(rates["ours"] / rates["transformers"], 2)
+        result[name]["the same by CPU time"] = round(costs["transformers"].cpu / costs["ours"].cpu, 2)
     return result
 
 
@@ -213,7 +226,7 @@ def _offline_vllm(path: str, prompts: list[list[int]], lengths: list[int]) -> fl
         SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=number, detokenize=False)
         for number, length in enumerate(lengths)
     ]
-    return best_of({"offline": lambda: llm.generate(inputs, params, use_tqdm=False)})["offline"]
+    return best_of({"offline": lambda: llm.generate(inputs, params, use_tqdm=False)})["offline"].wall
 
 
 async def through_controller(engine: str, path: Path, prompts: list[list[int]], lengths: list[int]) -> float:
@@ -270,7 +283,7 @@ async def measure_sync() -> dict[str, Any]:
         for name, tensor in weights.items():
             target[name].copy_(tensor)
 
-    memcpy = best_of({"memcpy": copy})["memcpy"]
+    memcpy = best_of({"memcpy": copy})["memcpy"].wall
     config = RolloutConfig(engine="fake", num_threads=len(os.sched_getaffinity(0)))
     totals: list[float] = []
     paused: list[float] = []
@@ -320,6 +333,8 @@ async def measure_driver(num_requests: int) -> dict[str, Any]:
 
         for _ in range(5):
             await run(CONCURRENT)
+        gc.freeze()  # as a run does
+        gc.set_threshold(*RARE_COLLECTIONS)
         resident_before = resident_bytes()
         cpu_before = own_cpu_s()
         for _ in range(num_requests // CONCURRENT):
