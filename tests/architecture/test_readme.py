@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from xrl_lite.agent_loop import AgentsConfig
+from xrl_lite.agent_loop import AGENT_LOOPS, AgentsConfig
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.algorithms.policy_losses import POLICY_LOSSES
@@ -67,3 +67,11 @@ def test_the_shown_tool_and_settings_are_understood(tmp_path: Path) -> None:
     shown["tools"]["function_tool_path"] = str(tmp_path / "my_tools.py")
     config = AgentsConfig.model_validate({key: value for key, value in shown.items() if key != "type"})
     assert [source.name for source in read_tools(config.tools)] == ["population", "calculator"]
+
+
+def test_the_shown_agent_that_is_not_ours_is_understood() -> None:
+    (block,) = (block for block in blocks("yaml") if "black_box" in block)
+    config = AGENT_LOOPS.resolve("black_box").model_validate(
+        {key: value for key, value in yaml.safe_load(block)["agent_loop_config"].items() if key != "type"}
+    )
+    assert config.max_row_tokens(None) == 8192

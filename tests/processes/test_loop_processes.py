@@ -22,6 +22,7 @@ from xrl_lite.agent_loop.remote import RemoteAgentLoop, RouterAgentLoop
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.errors import ActorDiedError, RolloutError
+from xrl_lite.gateway import BlackBoxAgentConfig, BlackBoxAgentsConfig
 
 pytestmark = pytest.mark.process
 
@@ -75,6 +76,36 @@ def settings(folder: Path, model: Path, num_workers: int) -> AgentsConfig:
 
 def make_states(count: int = 2) -> list[RolloutState]:
     return [RolloutState(message=[{"role": "user", "content": "1"}], group_id=0, rollout_id=n) for n in range(count)]
+
+
+BLACK_BOX = """
+import os
+import httpx
+
+async def solve(session, raw_prompt):
+    async with httpx.AsyncClient(headers={"x-api-key": session.api_key}, verify=False) as client:
+        body = {"model": session.model, "messages": raw_prompt, "max_tokens": 3}
+        (await client.post(session.base_url + "/chat/completions", json=body)).raise_for_status()
+    return {"reward": 1.0, "pid": os.getpid()}
+"""
+
+
+@pytest.mark.slow
+async def test_a_gateway_in_a_process_asks_back_for_the_group_of_its_session(
+    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(BLACK_BOX)
+    config = BlackBoxAgentsConfig(
+        agents={"solver": BlackBoxAgentConfig(runner=f"{tmp_path}/agent.py:solve")},
+        hf_checkpoint=str(tiny_model_folder),
+        cpu_resources=CPUResourcesConfig(num_workers=1, num_cpus_per_worker=0.1),
+    )
+    loop = config.build(ScriptedRolloutCtl(lambda _: [5, 6, 7, 8]), None, system=system)
+    await loop.ready()
+    states = await loop.generate_group(make_states())
+    await loop.aclose()
+    assert [(state.error_msg, state.response_ids) for state in states] == [(None, [5, 6, 7])] * 2
+    assert all(state.reward and state.reward["score"] == 1.0 and state.reward["pid"] != os.getpid() for state in states)
 
 
 async def test_one_process_runs_the_loop_asks_back_and_is_replaced(

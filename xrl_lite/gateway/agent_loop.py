@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -20,7 +21,7 @@ from xrl_lite.agent_loop import AgentLoopConfig, AgentLoopOutput, RolloutCtl, Se
 from xrl_lite.agent_loop.session_loop import row_of, tokenizer_of
 from xrl_lite.data import RolloutState, Row, SampleParams
 from xrl_lite.errors import ConfigError, RolloutError, did_you_mean, errors_as_themselves
-from xrl_lite.gateway.config import GatewayConfig
+from xrl_lite.gateway.config import TRAINING_PARAMS, GatewayConfig
 from xrl_lite.gateway.gateway import Gateway, SessionHandle
 from xrl_lite.gateway.runner import (
     AgentRunner,
@@ -32,6 +33,7 @@ from xrl_lite.gateway.runner import (
 )
 from xrl_lite.gateway.session import SessionState
 from xrl_lite.gateway.turn import SessionResult, Trajectory
+from xrl_lite.tools.toolbox import ToolCounts
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
@@ -47,7 +49,7 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
     default_agent: str | None = None
     """Agent of rows that name none; may be left out where there is only one."""
 
-    gateway: GatewayConfig = GatewayConfig(request_params=["max_tokens", "stop"])
+    gateway: GatewayConfig = GatewayConfig()
     """The endpoint they talk to. Requests may not change how is sampled: what is trained on is the run's policy."""
 
     prompt_length: int = Field(default=4096, gt=0)
@@ -70,7 +72,7 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
             raise ValueError(f"default_agent: choose one of {', '.join(sorted(self.agents))}.")
         if self.default_agent is not None:
             self.check_agent(self.default_agent)
-        biasing = sorted({*self.gateway.request_params} - {"max_tokens", "stop"})
+        biasing = sorted({*(self.gateway.request_params or ())} - {*TRAINING_PARAMS})
         if biasing:
             raise ValueError(
                 f"gateway.request_params: with {', '.join(biasing)} an agent would choose the distribution it is "
@@ -83,6 +85,17 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
         """Prompt and response of a trajectory together."""
         longest = self.prompt_length + self.max_response_tokens
         return min(longest, self.gateway.max_trajectory_tokens or longest)
+
+    @property
+    def gateway_for_training(self) -> GatewayConfig:
+        """Settings of the endpoint, with what follows from the others filled in."""
+        params = self.gateway.request_params
+        return self.gateway.model_copy(
+            update={
+                "max_trajectory_tokens": self.max_trajectory_tokens,
+                "request_params": [*TRAINING_PARAMS] if params is None else params,
+            }
+        )
 
     @property
     def first_agent(self) -> str:
@@ -174,7 +187,7 @@ class BlackBoxAgentLoop(SessionLoop):
         self.gateway = Gateway(
             rollout_ctl,
             tokenizer=tokenizer,
-            config=config.gateway.model_copy(update={"max_trajectory_tokens": config.max_trajectory_tokens}),
+            config=config.gateway_for_training,
             sample_params=config.sample_params,
             resume_aborted=False,  # whoever aborts wants the attempt to end
         )
@@ -322,10 +335,18 @@ def _output(trajectory: Trajectory, result: SessionResult, info: dict[str, Any])
             "finish_reason": trajectory.finish_reason,
             "stop_reason": "completed",
             "ended_by": trajectory.ended_by,
-            "num_malformed_calls": result.num_malformed_calls,
+            "tool_counts": _tool_counts(result),
             "was_truncated": result.was_truncated,
         },
     )
+
+
+def _tool_counts(result: SessionResult) -> dict[str, Any]:
+    """Return the calls of a session as those of our own tools are counted; what the agent's tools did is not known."""
+    malformed = result.num_malformed_calls
+    return ToolCounts(
+        calls=result.num_calls + malformed, failures=Counter({"malformed": malformed} if malformed else {})
+    ).as_dict()
 
 
 def _aborted(state: RolloutState) -> AgentLoopOutput:

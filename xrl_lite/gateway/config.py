@@ -16,6 +16,9 @@ RequestParam = Literal[
 ]
 """Sampling parameters that a request may bring."""
 
+TRAINING_PARAMS: tuple[RequestParam, ...] = ("max_tokens", "stop")
+"""Those that leave the distribution alone."""
+
 
 def _known_format(name: str) -> str:
     PARSERS.check(name)
@@ -57,10 +60,9 @@ class GatewayConfig(Settings):
     max_trajectory_tokens: int | None = Field(default=None, gt=1)
     """Prompt and response of a trajectory together; what the engine takes when not given."""
 
-    request_params: list[RequestParam] = Field(
-        default_factory=lambda: ["temperature", "top_p", "top_k", "max_tokens", "stop"]
-    )
-    """Sampling parameters that requests may set; others keep the values of the session."""
+    request_params: list[RequestParam] | None = None
+    """Sampling parameters that requests may set; others keep the values of the session. When not given: max_tokens and
+    stop where what is sampled is trained on, else temperature, top_p and top_k as well."""
 
     max_body_bytes: int = Field(default=32 << 20, gt=0)
     """Largest body of a request."""
@@ -76,6 +78,13 @@ class GatewayConfig(Settings):
 
     idle_timeout_s: float | None = Field(default=None, gt=0)
     """Sessions without a request for so long are aborted; None keeps them."""
+
+    @property
+    def allowed_params(self) -> list[RequestParam]:
+        """Sampling parameters that requests may set where nothing is trained."""
+        if self.request_params is not None:
+            return self.request_params
+        return [*TRAINING_PARAMS, "temperature", "top_p", "top_k"]
 
     def serves(self, model: str) -> bool:
         """Return whether requests for this model are answered."""

@@ -27,6 +27,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -53,6 +54,9 @@ logger = get_logger(__name__)
 
 _MAX_ANSWERED = 64
 """Answers of a session that are kept for retries."""
+
+_MAX_TOOL_LISTS = 8
+"""Lists of tools of a session whose hashes are kept."""
 
 
 class SessionState(Enum):
@@ -180,9 +184,10 @@ class Session:
             on_rewrite=parts.config.on_rewrite,
             allows_rollback=parts.config.enable_last_assistant_rollback,
         )
+        self._context = copy_context()
         self._chains: list[Chain] = []
         self._hasher = PrefixHasher()
-        self._tools_keys: list[tuple[Any, bytes]] = []
+        self._tools_keys: deque[tuple[Any, bytes]] = deque(maxlen=_MAX_TOOL_LISTS)
         self._pending: list[PendingTurn] = []
         self._by_digest: dict[bytes, list[PendingTurn]] = {}
         self._by_key: dict[str, PendingTurn] = {}
@@ -242,7 +247,9 @@ class Session:
             return pending
         step.chain.is_reserved = True
         self._pending.append(pending)
-        self._parts.tasks.start_soon(self._make, pending, step, request, params, name=f"turn-{self.session_id}")
+        # in the context of whoever made the session: a loop in a process knows by it whose requests these are
+        start = self._parts.tasks.start_soon
+        self._context.run(start, self._make, pending, step, request, params, name=f"turn-{self.session_id}")
         return pending
 
     def count_tokens(self, request: TurnRequest) -> int:
@@ -311,6 +318,7 @@ class Session:
             reward_info=dict(self.reward_info),
             num_turns=self._num_turns,
             num_failed_turns=self._num_failed,
+            num_calls=self._num_calls,
             num_malformed_calls=self._num_malformed,
             was_truncated=self._was_truncated,
             failure=self._failure,
@@ -354,7 +362,7 @@ class Session:
         Raises:
             Refusal: a parameter is out of range; or a new prompt is longer than the model takes.
         """
-        allowed = self._parts.config.request_params
+        allowed = self._parts.config.allowed_params
         given = {name: value for name, value in request.params.items() if name in allowed}
         try:
             params = merge_sampling_params(self._sample_params, given)

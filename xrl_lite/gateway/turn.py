@@ -100,6 +100,8 @@ class SessionResult:
     """Turns of the model that were answered."""
     num_failed_turns: int
     """Turns that the engine could not make."""
+    num_calls: int
+    """Calls of tools that the model made."""
     num_malformed_calls: int
     """Calls that could not be read, and were handed on as text."""
     was_truncated: bool

@@ -95,14 +95,19 @@ def held(*texts: str) -> HeldRolloutCtl:
 
 @asynccontextmanager
 async def open_session(
-    rollout: Any, *, limit: int | None = None, resume_aborted: bool = True, **settings: Any
+    rollout: Any,
+    *,
+    limit: int | None = None,
+    resume_aborted: bool = True,
+    template: ChatTemplate = TEMPLATE,
+    **settings: Any,
 ) -> AsyncIterator[Session]:
     config = GatewayConfig(**settings)
     async with anyio.create_task_group() as tasks:
         parts = SessionParts(
             rollout_ctl=rollout,
             tokenizer=QWEN3,
-            template=TEMPLATE,
+            template=template,
             parser=ToolParser.get_tool_parser("hermes", QWEN3),
             config=config,
             max_trajectory_tokens=limit,

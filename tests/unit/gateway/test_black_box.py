@@ -56,6 +56,12 @@ async def begins_twice(session: SessionHandle) -> None:
     await say(session, "other")
 
 
+async def asks_for_something_else(session: SessionHandle) -> None:
+    body = {"model": session.model, "messages": [{"role": "user", "content": "hi"}], "temperature": 0.1, "top_p": 0.5}
+    async with httpx.AsyncClient(headers={"x-api-key": session.api_key}, verify=False) as client:
+        await client.post(f"{session.base_url}/chat/completions", json={**body, "max_tokens": 7})
+
+
 async def raises(session: SessionHandle) -> None:
     await say(session, "hi")
     raise KeyError("no such key in the agent")
@@ -179,6 +185,11 @@ async def test_a_failure_of_the_engine_is_no_reward_though_the_agent_swallows_it
     assert "the engine could not make the last turn: engine broke" in str(state.error_msg)
 
 
+async def test_calls_are_counted_as_those_of_our_own_tools() -> None:
+    (state,) = await run(config_of("gives_no_reward"))
+    assert state.extra_fields["tool_counts"] == {"calls": 0, "truncated": 0, "failures": {}}
+
+
 async def test_what_ends_the_run_goes_through() -> None:
     rollout = ScriptedRolloutCtl(lambda _: ActorUnavailableError("all replicas are down"))
     with pytest.raises(ActorUnavailableError, match="all replicas are down"):
@@ -214,6 +225,13 @@ async def test_samples_have_seeds_of_their_own_and_the_same_in_every_run() -> No
         ids.append(sorted(request.rollout_id for request in rollout.requests))
     assert ids[0] == ids[1]
     assert len(set(ids[0])) == 3
+
+
+async def test_requests_of_agents_that_are_trained_do_not_choose_the_distribution() -> None:
+    rollout = answering()
+    await run(config_of("asks_for_something_else"), rollout)
+    used = rollout.requests[0].sample_params
+    assert (used.temperature, used.top_p, used.max_tokens) == (1.0, 1.0, 7)
 
 
 # --- settings

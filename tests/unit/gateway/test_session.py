@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chat_templates import make_tokenizer
 from tests.unit.gateway.rig import (
     END,
     QWEN3,
@@ -27,6 +29,8 @@ from tests.unit.gateway.rig import (
 )
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Status
+from xrl_lite.data.chat_template import ChatTemplate
+from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.errors import ActorUnavailableError, RolloutError
 from xrl_lite.gateway import Refusal
 from xrl_lite.gateway.session import SessionState
@@ -331,6 +335,30 @@ async def test_or_aborts_the_session_where_attempts_are_made_again() -> None:
         assert caught.value.status == 409
         assert session.state is SessionState.ABORTED
         assert session.ended.is_set()
+
+
+WHOSE: ContextVar[str] = ContextVar("whose")
+
+
+async def test_the_engine_is_asked_in_the_context_of_whoever_made_the_session() -> None:
+    seen: list[str] = []
+
+    def script(_: RolloutState) -> list[int]:
+        seen.append(WHOSE.get())
+        return QWEN3.encode_text(f"a{END}")
+
+    WHOSE.set("the maker's")
+    async with open_session(ScriptedRolloutCtl(script)) as session:
+        WHOSE.set("the request's")
+        await ask(session, [U1])
+    assert seen == ["the maker's"]
+
+
+async def test_a_model_without_tools_refuses_them() -> None:
+    async with open_session(answering(), template=ChatTemplate(Tokenizer(make_tokenizer("smollm2")))) as session:
+        with pytest.raises(Refusal, match="chat template does not know tools") as caught:
+            await ask(session, [U1], tools=[TOOL])
+    assert caught.value.status == 400
 
 
 # --- capacity

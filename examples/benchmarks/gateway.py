@@ -1,0 +1,251 @@
+"""What the gateway costs: many sessions at once, memory over many of them, long conversations.
+
+Prints times beside the engine's own, CPU of the gateway per request, and ratios against a baseline of the same run:
+
+- `--sessions` sessions at once of `--turns` turns each over HTTP, against an engine that takes `--engine-s` per turn;
+- memory after the first tenth of `--many` short sessions and after all of them;
+- finding the conversation of a request at 8 and at 64 turns, and hashing it anew;
+- incremental tokens of a conversation of 64 turns against rendering it anew at every turn.
+
+    python examples/benchmarks/gateway.py --model Qwen/Qwen3-0.6B
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import resource
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
+from xrl_lite.data import RolloutState, SampleParams
+from xrl_lite.data.chat_template import ChatTemplate
+from xrl_lite.data.tokenizer import Message, Tokenizer
+from xrl_lite.gateway import Gateway, GatewayConfig
+from xrl_lite.gateway.chain import Chain, ChatChains, Sampled, select
+from xrl_lite.gateway.prefix import PrefixHasher
+from xrl_lite.gateway.turn import TurnRequest
+
+ANSWER = "The number is larger than the one before, so I would look for the next one in the list. " * 4
+QUESTION = "And after that one, which is the next, and why do you think so? " * 2
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    arguments.add_argument("--model", required=True, help="folder or hub id of a model with a chat template")
+    arguments.add_argument("--sessions", type=int, default=500)
+    arguments.add_argument("--turns", type=int, default=8)
+    arguments.add_argument("--engine-s", type=float, default=4.0, help="seconds the engine takes for a turn")
+    arguments.add_argument("--many", type=int, default=20_000)
+    given = arguments.parse_args()
+    tokenizer = Tokenizer.load(given.model)
+    template = ChatTemplate(tokenizer)
+    anyio.run(at_once, tokenizer, given, backend_options={"use_uvloop": True})
+    anyio.run(one_after_the_other, tokenizer, given.many, backend_options={"use_uvloop": True})
+    print_selection()
+    print_tokens(template)
+
+
+class SlowEngine(ScriptedRolloutCtl):
+    """Says the same after the same time."""
+
+    def __init__(self, tokens: list[int], seconds: float) -> None:
+        super().__init__(lambda _: tokens)
+        self._seconds = seconds
+
+    async def generate(self, state: RolloutState) -> RolloutState:
+        await asyncio.sleep(self._seconds)
+        state = await super().generate(state)
+        self.requests.clear()
+        return state
+
+
+# --- many at once
+
+
+async def at_once(tokenizer: Tokenizer, given: argparse.Namespace) -> None:
+    """Serve clients in another process, and print what it took beyond the engine."""
+    engine = SlowEngine(turn_of(tokenizer), given.engine_s)
+    async with Gateway(engine, tokenizer=tokenizer, sample_params=SampleParams(max_tokens=4096)) as gateway:
+        handles = [gateway.create_session() for _ in range(given.sessions)]
+        targets = [(handle.session_id, handle.api_key) for handle in handles]
+        port = int(gateway.url.rpartition(":")[2])
+        here, there = multiprocessing.get_context("spawn").Pipe()
+        work = (there, port, targets, given.turns, given.engine_s)
+        clients = multiprocessing.get_context("spawn").Process(target=run_clients, args=work)
+        clients.start()
+        await anyio.to_thread.run_sync(here.recv)  # it is there
+        cpu = time.process_time()
+        here.send("go")
+        overheads: list[float] = sorted(await anyio.to_thread.run_sync(here.recv))
+        cpu = time.process_time() - cpu
+        clients.join()
+        results = [await gateway.finalize_session(handle.session_id) for handle in handles]
+    num_turns = [trajectory.num_turns for result in results for trajectory in result.trajectories]
+    lost = given.sessions * given.turns - sum(num_turns)
+    print(
+        f"{given.sessions} sessions at once, {given.turns} turns each: {lost} turns lost, {len(num_turns)} trajectories"
+    )
+    p50, p99 = (overheads[int(len(overheads) * share)] for share in (0.5, 0.99))
+    print(f"  over the engine's {given.engine_s:g} s: p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms")
+    print(f"  CPU of the gateway per request: {cpu / len(overheads) * 1e3:.2f} ms")
+
+
+def run_clients(parent: Connection, port: int, targets: list[tuple[str, str]], turns: int, engine_s: float) -> None:
+    """Talk to the gateway from a process of its own, and send back each request's time beyond the engine's."""
+
+    async def all_of_them() -> list[float]:
+        overheads: list[float] = []
+        async with asyncio.TaskGroup() as tasks:
+            for number, (session_id, key) in enumerate(targets):
+                start_after_s = engine_s * number / len(targets)  # requests come evenly
+                tasks.create_task(talk(port, session_id, key, turns, start_after_s, engine_s, overheads))
+        return overheads
+
+    parent.send("ready")
+    parent.recv()
+    parent.send(asyncio.run(all_of_them()))
+
+
+async def talk(
+    port: int, session_id: str, key: str, turns: int, start_after_s: float, engine_s: float, overheads: list[float]
+) -> None:
+    """Hold one conversation over one connection."""
+    await asyncio.sleep(start_after_s)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    messages: list[Any] = []
+    for _ in range(turns):
+        messages.append({"role": "user", "content": QUESTION})
+        body = json.dumps({"model": "policy", "messages": messages}).encode()
+        head = (
+            f"POST /sessions/{session_id}/v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        began = time.perf_counter()
+        writer.write(head.encode() + body)
+        answer = await read_answer(reader)
+        overheads.append(time.perf_counter() - began - engine_s)
+        messages.append(answer["choices"][0]["message"])
+    writer.close()
+
+
+async def read_answer(reader: asyncio.StreamReader) -> Any:
+    """Return the body of a response."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200"), head
+    (length,) = (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+    return json.loads(await reader.readexactly(length))
+
+
+# --- one after the other
+
+
+async def one_after_the_other(tokenizer: Tokenizer, num_sessions: int) -> None:
+    """Begin and end many sessions, and print the memory after a tenth of them and after all."""
+    tokens = turn_of(tokenizer)
+    engine = SlowEngine(tokens, 0.0)
+    tenth = 0.0
+    async with Gateway(engine, tokenizer=tokenizer, config=GatewayConfig()) as gateway:
+        began = time.perf_counter()
+        for number in range(num_sessions):
+            if number == num_sessions // 10:
+                tenth = memory_mb()
+            handle = gateway.create_session()
+            request = TurnRequest(messages=[{"role": "user", "content": QUESTION}])
+            await gateway.session(handle.session_id).submit(request, digest=b"").wait()
+            result = await gateway.finalize_session(handle.session_id)
+            assert len(result.trajectories) == 1
+        seconds = time.perf_counter() - began
+    whole = memory_mb()
+    print(f"memory after {num_sessions // 10} sessions: {tenth:.1f} MB, after {num_sessions}: {whole:.1f} MB")
+    print(
+        f"  growth per session: {(whole - tenth) * 1024 / (num_sessions * 0.9):.3f} KB; {num_sessions / seconds:.0f}/s"
+    )
+
+
+def memory_mb() -> float:
+    """Return the resident memory of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+# --- long conversations
+
+
+def print_selection() -> None:
+    """Print how long finding a conversation takes at two lengths, beside hashing it anew."""
+    found = {turns: selection_us(turns) for turns in (8, 64)}
+    for turns, (incremental, anew) in found.items():
+        print(f"finding a conversation of {turns} turns: {incremental:.1f} us, hashed anew {anew:.1f} us")
+    print(f"  64 turns / 8 turns = {found[64][0] / found[8][0]:.2f}, hashed anew {found[64][1] / found[8][1]:.2f}")
+
+
+def selection_us(turns: int) -> tuple[float, float]:
+    """Return microseconds of the last request of a conversation: with what is known of it, and without."""
+    messages = [message for _ in range(turns) for message in (question(), {"role": "assistant", "content": ANSWER})]
+    earlier, last = [*messages[:-2], question()], [*messages, question()]
+    rounds = 200
+    copies = [json.loads(json.dumps(last)) for _ in range(rounds)]
+    known = [PrefixHasher() for _ in range(rounds)]
+    for hasher in known:
+        hasher.hashes(json.loads(json.dumps(earlier)))
+    began = time.perf_counter()
+    for hasher, request in zip(known, copies, strict=True):
+        select([], hasher.hashes(request), b"", allows_rollback=True)
+    incremental = time.perf_counter() - began
+    began = time.perf_counter()
+    for request in copies:
+        select([], PrefixHasher().hashes(request), b"", allows_rollback=True)
+    return incremental / rounds * 1e6, (time.perf_counter() - began) / rounds * 1e6
+
+
+def print_tokens(template: ChatTemplate, turns: int = 64) -> None:
+    """Print how long the tokens of a whole conversation take: incremental, and rendered anew at every turn."""
+    makes = ChatChains(template, on_rewrite="fork", allows_rollback=True)
+    sampled = turn_of(template.tokenizer)
+    answer: Message = {"role": "assistant", "content": ANSWER}
+    turn = Sampled(
+        token_ids=sampled,
+        logprobs=[-1.0] * len(sampled),
+        policy_versions=[0] * len(sampled),
+        finish_reason="stop",
+        template_message=answer,
+        client_message=answer,
+    )
+    hasher, chains = PrefixHasher(), list[Chain]()
+    messages: list[Message] = []
+    began = time.perf_counter()
+    for number in range(turns):
+        messages = [*messages, question()]
+        step = makes.step(chains, TurnRequest(messages=messages), hasher.hashes(messages), b"")
+        step.commit(turn, updated=number)
+        chains = [step.chain]
+        messages = [*messages, answer]
+    incremental = time.perf_counter() - began
+    began = time.perf_counter()
+    for number in range(turns):
+        template.encode(messages[: 2 * number + 1])
+    anew = time.perf_counter() - began
+    print(f"tokens of {turns} turns: incremental {incremental * 1e3:.1f} ms, anew {anew * 1e3:.1f} ms")
+    print(f"  anew / incremental = {anew / incremental:.1f}")
+
+
+def question() -> Message:
+    """Return what the user says."""
+    return {"role": "user", "content": QUESTION}
+
+
+def turn_of(tokenizer: Tokenizer) -> list[int]:
+    """Return what the engine samples."""
+    return [*tokenizer.encode_text(ANSWER), *sorted(tokenizer.eos_token_ids)[:1]]
+
+
+if __name__ == "__main__":
+    main()
