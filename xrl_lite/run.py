@@ -7,6 +7,7 @@
                             ReplayBuffer -- buffer.sqlite
                               |
                           RLTrainer --> TrainingController --> engine/0..n                        (actors)
+                              |-------> CriticController ----> critic/0..n, for gae               (actors)
                               '-------> WeightSync: engine/0 ==> rollout/0..n
 
 Everything that is not the driver is an actor of one `ActorSystem`, which ends them all.
@@ -37,7 +38,7 @@ from xrl_lite.config import RunConfig, ServeConfig, dump_config
 from xrl_lite.config.check import CheckedData, CheckedTask, check_data, check_installed, check_model, check_resources
 from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder, max_position_embeddings
-from xrl_lite.engine.controller import TrainingController
+from xrl_lite.engine.controller import CriticController, TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.gateway import Gateway
@@ -49,6 +50,7 @@ from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build
 from xrl_lite.replay_buffer.events import EventLog, Events, read_events
 from xrl_lite.rollout.config import truncation_warning
 from xrl_lite.rollout.controller import RolloutController
+from xrl_lite.rollout.replica import RolloutReplicaRegistry
 from xrl_lite.trainer.agreement import NUM_PROMPTS, AgreementCheck
 from xrl_lite.trainer.base import RLTrainer, RunSummary, TrainerParts, TrainerSettings
 from xrl_lite.trainer.checkpoint import (
@@ -144,6 +146,7 @@ async def open_trainer(
         num_updates=config.num_updates,
         seed=config.seed,
     )
+    critic = build_critic(config, model_path, system)
     tokenizer = load_tokenizer(config, model_path)
     async with AsyncExitStack() as stack:
         rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
@@ -159,6 +162,8 @@ async def open_trainer(
             if (warning := truncation_warning(task.agent_loop_config.sample_params)) is not None:
                 reporter.note(f"warning: {warning}")
         await engine.ready()
+        if critic is not None:
+            await critic.ready()
         await rollout.ready()
         reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
         weight_sync = stack.enter_context(
@@ -167,6 +172,7 @@ async def open_trainer(
         loggers = stack.enter_context(closing(build_loggers(config, folder)))
         parts = TrainerParts(
             engine=engine,
+            critic=critic,
             weight_sync=weight_sync,
             rollout=rollout,
             manager=evaluating,
@@ -386,6 +392,8 @@ def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, syst
     if any(task.produce_strategy_config.enable_partial_rollout for task in config.tasks):
         # attempts of the other tasks come here without their tokens
         settings = settings.model_copy(update={"partial_rollout": True})
+    if config.engine.lora is not None and adapter_goes_alone(config):
+        settings = settings.model_copy(update={"adapter_rank": config.engine.lora.rank})
     return RolloutController(
         system,
         config=settings,
@@ -393,6 +401,25 @@ def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, syst
         decode=tokenizer.decode,
         seed=config.seed,
         eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+
+def adapter_goes_alone(config: RunConfig) -> bool:
+    """Whether the replicas are sent the LoRA adapter, and no weights."""
+    takes_it = RolloutReplicaRegistry.get(config.rollout.engine).takes_adapters
+    return config.engine.lora is not None and config.rollout.adapter_sync == "alone" and takes_it
+
+
+def build_critic(config: RunConfig, model_path: str, system: ActorSystem) -> CriticController | None:
+    """Start the critic's ranks, where the estimator needs values."""
+    if not config.has_critic:
+        return None
+    return CriticController(
+        system,
+        config=config.critic,
+        model_path=config.critic.path or model_path,
+        num_updates=config.num_critic_updates,
+        seed=config.seed,
     )
 
 
@@ -423,6 +450,7 @@ async def build_weight_sync(
         transport=transport,
         max_unchanged=settings.max_unchanged_syncs,
         on_synced=lambda version: events.record("synced", version=version),
+        adapters_only=adapter_goes_alone(config),
     )
 
 

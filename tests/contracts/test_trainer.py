@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import fake_run
-from tests.fake_run import Callback, Engine, Judger, fit
+from tests.fake_run import Callback, Critic, Engine, Judger, fit
 from xrl_lite.actors import ActorSystem
 from xrl_lite.data import RolloutState
 from xrl_lite.engine.batch import TrainBatch
@@ -237,6 +237,36 @@ async def test_what_an_algorithm_needs_is_measured_once_and_its_state_is_saved(
     again = make_trainer(system, folder, algorithm=algorithm, trainer={"num_steps": 5})
     await fit(again, summary.checkpoint)
     assert [r["reward_kl_penalty_coeff"] for r in folder.metrics() if r["step"] == 5 and "loss" in r] == [coefficient]
+
+
+async def test_a_critic_values_is_trained_and_saved_and_learns_before_the_policy(
+    system: ActorSystem, folder: RunFolder
+) -> None:
+    engine, critic = Engine(), Critic()
+    settings = {"algorithm": {"advantage": "gae", "lam": 0.5}, "trainer": {"critic_warmup": 2}}
+    trainer = make_trainer(system, folder, engine=engine, critic=critic, **settings)
+    summary = await fit(trainer)
+    assert [batch.step for batch in critic.batches] == [1, 2, 3, 4]
+    assert [batch.step for batch in engine.batches] == [3, 4]
+    assert steps_of(folder, "loss") == [3, 4]
+    for batch in critic.batches:
+        # one token, then the end: its return is the reward
+        assert [row[0] for row in batch.returns or []] == batch.rewards
+    first = next(record for record in folder.metrics() if "reward" in record)
+    assert first["critic/returns/mean"] == pytest.approx(first["reward"])
+    assert steps_of(folder, "critic/vf_loss") == [1, 2, 3, 4]
+
+    fresh = Critic()
+    await fit(make_trainer(system, folder, engine=Engine(), critic=fresh, **settings), summary.checkpoint)
+    assert fresh.loaded == summary.checkpoint / "critic"
+
+
+async def test_gradients_of_a_critic_that_stay_broken_stop(system: ActorSystem, folder: RunFolder) -> None:
+    critic = Critic()
+    critic.broken = True
+    trainer = make_trainer(system, folder, critic=critic, algorithm={"advantage": "gae"}, trainer={"num_steps": 9})
+    with pytest.raises(RunError, match="not finite for 5 steps in a row"):
+        await fit(trainer)
 
 
 async def test_a_gap_that_is_wide_is_warned_of_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,42 @@ async def test_a_run_of_single_attempts_with_a_users_loss(tmp_path: Path, tiny_m
     records = await train(tmp_path, tiny_model_folder, **changes)
     assert [record["my_share"] for record in records] == [0.5, 0.5]
     assert all(record["judger/by_length/ok"] == 16 for record in records)  # an attempt and a greedy one for each prompt
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_gae_with_a_critic_and_an_adapter_goes_on_exactly(tmp_path: Path, tiny_model_folder: Path) -> None:
+    changes: dict[str, Any] = {
+        "algorithm": {"advantage": "gae", "lam": 0.95, "use_kl_loss": True},
+        "engine.lora": {"rank": 4},
+        "critic": {"num_threads": 1, "optimizer": {"learning_rate": 1e-2}},
+        "trainer": {"num_steps": 4, "groups_per_step": 4, "critic_warmup": 2},
+        "task.sampler_config": {"data": {"task": "addition", "num_rows": 64}, "prompt_repeat_k": 1},
+        "evaluation": {},
+        "checkpoint": {"every_steps": 3, "resume": "auto"},
+    }
+    whole = await train(tmp_path, tiny_model_folder, name="whole", **changes)
+    assert ["loss" in record for record in whole] == [False, False, True, True]
+    assert whole[1]["critic/vf_loss"] < whole[0]["critic/vf_loss"]
+    assert all(record["logprob_gap/max"] < 1e-4 for record in whole[2:])
+    assert whole[3]["kl_to_initial"] > whole[2]["kl_to_initial"] == pytest.approx(0.0, abs=1e-9)
+
+    folder = tmp_path / "runs" / "whole"
+    shutil.rmtree(folder / "checkpoints" / "step_000004")
+    again = await train(tmp_path, tiny_model_folder, name="whole", **changes)
+    assert without_times(again) == without_times(whole)
+    assert (folder / "checkpoints" / "step_000004" / "huggingface" / "adapter").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+async def test_a_run_on_two_ranks_has_the_losses_of_one(tmp_path: Path, tiny_model_folder: Path) -> None:
+    runs: list[list[dict[str, Any]]] = []
+    for size in (1, 2):
+        engine = {"num_ranks": size, "num_cpus": 0.25, "num_threads": 1, "optimizer": {"learning_rate": 1e-3}}
+        changes = {"engine": engine, "evaluation": {}, "algorithm": {"use_kl_loss": True}}
+        runs.append(await train(tmp_path, tiny_model_folder, name=f"ranks{size}", **changes))
+    for one, two in zip(*runs, strict=True):
+        assert two["reward"] == one["reward"]
+        for name in ("loss", "grad_norm", "entropy", "kl_to_initial"):
+            assert two[name] == pytest.approx(one[name], rel=1e-5, abs=1e-5)

@@ -782,6 +782,20 @@ def test_a_student_comes_closer_to_its_teacher(tiny_model_folder: Path, tmp_path
         assert losses[-1] < 0.8 * losses[0]
 
 
+def test_an_update_whose_gradient_is_not_finite_is_skipped(
+    tiny_model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, batch = make_worker(tiny_model_folder), make_batch()
+    before = weights_digest(worker.export_weights())
+    endless = replace(batch, advantages=[[math.inf] * len(row) for row in batch.advantages])
+    metrics = worker.train_batch(endless)
+    assert not math.isfinite(metrics["grad_norm"])
+    assert "this update is skipped" in caplog.text
+    assert weights_digest(worker.export_weights()) == before
+    assert math.isfinite(worker.train_batch(batch)["grad_norm"])
+    assert weights_digest(worker.export_weights()) != before
+
+
 def test_entropy_in_the_loss_keeps_the_policy_broad(tiny_model_folder: Path) -> None:
     after: list[float] = []
     for coefficient in (0.0, 5.0):
@@ -812,10 +826,19 @@ def test_deltas_are_what_changed_since_the_last_look(tiny_model_folder: Path) ->
         {"activation_checkpointing": True},
         {"param_offload": True, "optimizer_offload": True},
         {"activation_checkpointing": True, "max_logits_tokens": 7},
+        pytest.param(
+            {"compile": True},
+            marks=[
+                pytest.mark.slow,
+                pytest.mark.timeout(300),
+                # torch.compile looks at .grad of what is no leaf, and expects to be warned only
+                pytest.mark.filterwarnings(r"ignore:The \.grad attribute"),
+            ],
+        ),
     ],
     ids=str,
 )
-def test_what_saves_memory_changes_nothing(options: dict[str, Any], tiny_model_folder: Path) -> None:
+def test_what_saves_memory_or_time_changes_nothing(options: dict[str, Any], tiny_model_folder: Path) -> None:
     algorithm = AlgorithmConfig(use_kl_loss=True, kl_loss_coef=0.2, entropy_coeff=0.1)
     batch = replace(make_uneven_batch(), ref_logprobs=None, old_logprobs=None)
     found: list[dict[str, float]] = []

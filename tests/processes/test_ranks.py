@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from xrl_lite.actors import ActorSystem
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.engine.batch import TrainBatch
-from xrl_lite.engine.config import EngineConfig, OptimizerConfig
-from xrl_lite.engine.controller import TrainingController
+from xrl_lite.engine.config import CriticConfig, EngineConfig, LoraConfig, OptimizerConfig
+from xrl_lite.engine.controller import CriticController, TrainingController
 from xrl_lite.errors import ActorDiedError, ActorUnavailableError, RankError
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
@@ -108,6 +109,51 @@ async def test_two_ranks_do_what_one_does_and_their_checkpoint_fits_any_number(
         assert again == pytest.approx(metrics[size][1], rel=1e-5, abs=1e-5)
         assert largest_gap(await controller.export_weights(), weights[size]) < 5e-6
         await controller.stop(0.0)
+
+
+async def test_an_adapter_on_two_ranks_is_that_of_one(
+    system: ActorSystem, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    found: list[tuple[dict[str, float], dict[str, float]]] = []
+    weights: list[dict[str, Any]] = []
+    lora = LoraConfig(rank=6)  # one that two ranks share, three rows each
+    for size in (1, 2):
+        controller = make_controller(system, tiny_model_folder, algorithm=KL, num_ranks=size, lora=lora)
+        if size == 2:
+            await controller.load_checkpoint(tmp_path / "engine")
+        else:
+            await controller.train_batch(make_batch(0))
+            await controller.save_checkpoint(tmp_path / "engine")
+        metrics = await controller.train_batch(make_batch(1))
+        measured = await controller.measure(make_batch(2), ["old_logprobs", "ref_logprobs"])
+        found.append((metrics, {name: sum(map(sum, rows)) for name, rows in measured.items()}))
+        weights.append(await controller.export_weights())
+        await controller.save_checkpoint(tmp_path / f"{size}", hf_folder=tmp_path / f"hf{size}")
+        await controller.stop(0.0)
+    for one, two in zip(*found, strict=True):
+        assert two == pytest.approx(one, rel=1e-5, abs=1e-5)
+    assert largest_gap(*weights) < 5e-6
+    assert_is_the_model(tmp_path / "hf2", weights[1], tiny_model_folder)
+    assert (tmp_path / "hf2" / "adapter" / "adapter_model.safetensors").is_file()
+
+
+async def test_a_critic_on_two_ranks_is_that_of_one(system: ActorSystem, tiny_model_folder: Path) -> None:
+    found: list[Any] = []
+    for size in (1, 2):
+        config = CriticConfig(num_ranks=size, num_threads=1, max_tokens_per_row=24, max_tokens_per_micro_batch=48)
+        critic = CriticController(system, config=config, model_path=str(tiny_model_folder), num_updates=9, seed=0)
+        metrics: list[dict[str, float]] = []
+        for step in range(3):
+            batch = make_batch(step)
+            batch = replace(batch, values=await critic.values(batch), returns=batch.advantages)
+            metrics.append(await critic.train_batch(batch))
+        found.append((metrics, await critic.values(make_batch(3))))
+        await critic.stop(0.0)
+    for one, two in zip(found[0][0], found[1][0], strict=True):
+        assert two == pytest.approx(one, rel=1e-5, abs=1e-6)
+    for one, two in zip(found[0][1], found[1][1], strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+    assert any(map(any, found[0][1]))
 
 
 async def test_same_bits_on_two_ranks_also_after_a_kill(

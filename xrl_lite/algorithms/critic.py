@@ -52,4 +52,4 @@ def explained_variance(values: Tensor, returns: Tensor, response_mask: Tensor) -
     """``1 - var(G - V) / var(G)`` over the trained tokens: 1 is perfect, 0 as good as the mean, NaN without spread."""
     mask = response_mask.bool()
     returns, values = returns[mask].double(), values[mask].double()
-    return (1 - (returns - values).var() / returns.var()).item()
+    return (1 - (returns - values).var(correction=0) / returns.var(correction=0)).item()

@@ -88,14 +88,17 @@ def pack_groups(
         masks: 1 for each response token that is trained on; all when not given.
     """
     groups: list[PackedGroup] = []
+    num_tokens = 0  # of the last group
     masks = masks if masks is not None else [[1] * len(response) for response in responses]
     for index, (prompt, response, mask) in enumerate(zip(prompts, responses, masks, strict=True)):
         last = groups[-1] if groups else None
-        if last and last.prompt_ids == prompt and last.num_tokens + len(response) <= max_tokens_per_row:
+        if last and last.prompt_ids == prompt and num_tokens + len(response) <= max_tokens_per_row:
+            num_tokens += len(response)
             last.responses.append(response)
             last.masks.append(mask)
             last.trajectories.append(index)
         else:
+            num_tokens = len(prompt) + len(response)
             groups.append(PackedGroup(prompt_ids=prompt, responses=[response], masks=[mask], trajectories=[index]))
     return groups
 
@@ -103,66 +106,84 @@ def pack_groups(
 def collate(rows: Sequence[Row]) -> PackedBatch:
     """Lay out rows, pad them to one length and build the mask."""
     length = max((sum(group.num_tokens for group in row) for row in rows), default=1)
+    layout = _Layout()
+    for number, row in enumerate(rows):
+        layout.begin_row(number * length)
+        for group in row:
+            layout.add(group)
     shape = (max(len(rows), 1), length)
     input_ids, position_ids = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     # each prompt and each attempt is a segment; padding gets a segment each, so that it sees nothing but itself
     segments = torch.arange(-1, -length - 1, -1).repeat(shape[0], 1)
     parents = segments.clone()
-    predicted_at: list[int] = []
-    targets: list[int] = []
-    for number, row in enumerate(rows):
-        line = _Line(offset=number * length)
-        for group in row:
-            line.add(group)
-        used = len(line.tokens)
-        input_ids[number, :used] = torch.tensor(line.tokens)
-        position_ids[number, :used] = torch.tensor(line.positions)
-        segments[number, :used] = torch.tensor(line.segments)
-        parents[number, :used] = torch.tensor(line.parents)
-        predicted_at += line.predicted_at
-        targets += line.targets
-    visible = (segments.unsqueeze(2) == segments.unsqueeze(1)) | (parents.unsqueeze(2) == segments.unsqueeze(1))
-    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    places, layers = layout.per_token()
+    for tensor, values in zip((input_ids, position_ids, segments, parents), layers, strict=True):
+        tensor.view(-1)[places] = values
+    visible = segments.unsqueeze(2) == segments.unsqueeze(1)
+    visible |= parents.unsqueeze(2) == segments.unsqueeze(1)
+    visible &= torch.ones(length, length, dtype=torch.bool).tril()
     return PackedBatch(
         input_ids=input_ids,
         position_ids=position_ids,
-        attention_mask=(visible & causal).unsqueeze(1),
-        predicted_at=torch.tensor(predicted_at, dtype=torch.int64),
-        targets=torch.tensor(targets, dtype=torch.int64),
+        attention_mask=visible.unsqueeze(1),
+        predicted_at=torch.tensor(layout.predicted_at, dtype=torch.int64),
+        targets=torch.tensor(layout.targets, dtype=torch.int64),
         trajectories=[index for row in rows for group in row for index in group.trajectories],
-        num_tokens=sum(group.num_tokens for row in rows for group in row),
+        num_tokens=len(layout.tokens),
     )
 
 
-class _Line:
-    """One row while it is laid out; `offset` is where it begins in the flattened output."""
+class _Layout:
+    """Segments of all rows while they are laid out: each a prompt or an attempt, `place` in the flattened rows."""
 
-    def __init__(self, *, offset: int) -> None:
+    def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.segments: list[int] = []
-        self.parents: list[int] = []
         self.predicted_at: list[int] = []
         self.targets: list[int] = []
-        self._offset = offset
-        self._num_segments = 0
+        self._lengths: list[int] = []
+        self._first_positions: list[int] = []
+        self._parents: list[int] = []
+        self._places: list[int] = []
+        self._end = 0
+
+    def begin_row(self, place: int) -> None:
+        self._end = place
 
     def add(self, group: PackedGroup) -> None:
-        start = len(group.prompt_ids)
-        prompt = self._append(group.prompt_ids, first_position=0, parent=None)
-        last_of_prompt = self._offset + len(self.tokens) - 1
+        start, prompt = len(group.prompt_ids), len(self._lengths)
+        self._append(group.prompt_ids, first_position=0, parent=prompt)
+        last_of_prompt = self._end - 1
         for response, mask in zip(group.responses, group.masks, strict=True):
-            begin = self._offset + len(self.tokens)
+            begin = self._end
             self._append(response, first_position=start, parent=prompt)
-            trained = [place for place, bit in enumerate(mask) if bit]
-            self.predicted_at += [begin + place - 1 if place else last_of_prompt for place in trained]
-            self.targets += [response[place] for place in trained]
+            if all(mask):
+                trained, targets = range(len(mask)), response
+            else:
+                trained = [place for place, bit in enumerate(mask) if bit]
+                targets = [response[place] for place in trained]
+            if trained and trained[0] == 0:
+                self.predicted_at.append(last_of_prompt)
+                trained = trained[1:]
+            self.predicted_at += [begin + place - 1 for place in trained]
+            self.targets += targets
 
-    def _append(self, tokens: list[int], *, first_position: int, parent: int | None) -> int:
-        segment = self._num_segments
-        self._num_segments += 1
+    def per_token(self) -> tuple[Tensor, list[Tensor]]:
+        """Places of all tokens; then the tokens, their positions, segments and the segments of their prompts, (N,)."""
+        lengths = torch.tensor(self._lengths, dtype=torch.int64)
+        ordinal = torch.arange(len(self.tokens)) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+
+        def spread(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64).repeat_interleave(lengths)
+
+        segments = torch.arange(len(lengths)).repeat_interleave(lengths)
+        tokens = torch.tensor(self.tokens, dtype=torch.int64)
+        positions = spread(self._first_positions) + ordinal
+        return spread(self._places) + ordinal, [tokens, positions, segments, spread(self._parents)]
+
+    def _append(self, tokens: list[int], *, first_position: int, parent: int) -> None:
         self.tokens += tokens
-        self.positions += range(first_position, first_position + len(tokens))
-        self.segments += [segment] * len(tokens)
-        self.parents += [segment if parent is None else parent] * len(tokens)
-        return segment
+        self._lengths.append(len(tokens))
+        self._first_positions.append(first_position)
+        self._parents.append(parent)
+        self._places.append(self._end)
+        self._end += len(tokens)

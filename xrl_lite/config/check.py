@@ -115,7 +115,7 @@ def check_user_code(config: RunConfig) -> None:
                 raise ConfigError(f"Task {task.task_name}: {path} is no function.")
 
 
-def check_installed(modules: tuple[str, ...] = ("torch", "transformers")) -> None:
+def check_installed(modules: Sequence[str] = ("torch", "transformers"), *, extra: str = "train") -> None:
     """Check that what a run needs beyond the core is installed, without importing it.
 
     Raises:
@@ -123,15 +123,17 @@ def check_installed(modules: tuple[str, ...] = ("torch", "transformers")) -> Non
     """
     missing = [name for name in modules if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"A run needs {' and '.join(missing)}. Install them with: pip install 'xrl-lite[train]'")
+        raise ConfigError(f"A run needs {' and '.join(missing)}. Install them with: pip install 'xrl-lite[{extra}]'")
 
 
 def check_model(config: RunConfig | ServeConfig) -> None:
     """Check what a model folder holds; a hub id is checked when it is loaded.
 
     Raises:
-        ConfigError: it has no config.json, no tokenizer or no chat template.
+        ConfigError: it has no config.json, no tokenizer or no chat template; or peft is missing.
     """
+    if isinstance(config, RunConfig) and any(engine.lora is not None for _, engine in config.engines):
+        check_installed(("peft",), extra="lora")
     if config.model.path is not None and Path(config.model.path).exists():
         check_model_folder(Path(config.model.path))
 
@@ -146,10 +148,9 @@ def describe_model(config: RunConfig) -> str:
 
 def planned_actors(config: RunConfig, judger_configs: Sequence[AnyJudgerConfig]) -> Iterator[PlannedActor]:
     """Yield every actor of the run with what it takes."""
-    for rank in range(config.engine.num_ranks):
-        yield PlannedActor(
-            name=f"engine/{rank}", num_cpus=config.engine.num_cpus, num_threads=config.engine.num_threads
-        )
+    for name, engine in config.engines:
+        for rank in range(engine.num_ranks):
+            yield PlannedActor(name=f"{name}/{rank}", num_cpus=engine.num_cpus, num_threads=engine.num_threads)
     for number in range(config.rollout.num_replicas):
         yield PlannedActor(
             name=f"rollout/{number}", num_cpus=config.rollout.num_cpus, num_threads=config.rollout.num_threads

@@ -13,7 +13,7 @@ from xrl_lite.agent_loop import AgentLoopManagerConfig, SyncProduceStrategyConfi
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.estimators import advantage_estimator
 from xrl_lite.engine.base import EngineRegistry
-from xrl_lite.engine.config import EngineConfig
+from xrl_lite.engine.config import CriticConfig, EngineConfig
 from xrl_lite.engine.tiny_model_config import TinyModelConfig
 from xrl_lite.replay_buffer import ReplayBufferConfig
 from xrl_lite.rollout import RolloutConfig
@@ -22,8 +22,6 @@ from xrl_lite.settings import Settings, UserPath
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
 
 _HOW_TO_PRODUCE = {
-    "values": "A critic is needed, and no training engine here has one yet: grpo, rloo or reinforce_plus_plus do "
-    "without.",
     "ref_log_prob": "Set algorithm.use_kl_in_reward or algorithm.use_kl_loss.",
     "rollout_is_weights": "Set algorithm.rollout_correction, for example to decoupled_token_is.",
 }
@@ -84,6 +82,9 @@ class RunConfig(Settings):
     engine: EngineConfig = EngineConfig()
     """Training of the weights."""
 
+    critic: CriticConfig = CriticConfig()
+    """Critic of estimators that need values (gae)."""
+
     trainer: TrainerConfig = TrainerConfig()
     """The loop."""
 
@@ -98,15 +99,29 @@ class RunConfig(Settings):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates of the whole run."""
-        per_step = self.trainer.parameter_sync_step * self.engine.num_mini_batches * self.engine.num_epochs
-        return self.trainer.num_steps * per_step
+        """Optimizer updates of the policy in the whole run."""
+        return (self.trainer.num_steps - self.trainer.critic_warmup) * self._updates_per_step(self.engine)
+
+    @property
+    def num_critic_updates(self) -> int:
+        """Optimizer updates of the critic in the whole run."""
+        return self.trainer.num_steps * self._updates_per_step(self.critic)
 
     @property
     def max_failed_groups(self) -> int:
         """Groups that may fail while one batch is produced."""
         limit = self.trainer.max_failed_groups
         return 4 * self.trainer.groups_per_step if limit is None else limit
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic is trained beside the policy."""
+        return "values" in self.algorithm.requirements()
+
+    @property
+    def engines(self) -> list[tuple[str, EngineConfig]]:
+        """The training engines of the run, by the names of their settings and actors."""
+        return [("engine", self.engine)] + ([("critic", self.critic)] if self.has_critic else [])
 
     @property
     def tasks(self) -> list[TaskSpecConfig]:
@@ -129,7 +144,10 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         self._check_advantage()
-        self._check_updates()
+        self._check_critic()
+        for name, engine in self.engines:
+            self._check_updates(name, engine)
+            EngineRegistry.check(engine.backend)
         self._check_sampling()
         self._check_lengths()
         if self.rollout.dtype != self.engine.dtype:
@@ -140,12 +158,14 @@ class RunConfig(Settings):
         self._check_producing()
         self._check_mode()
         RolloutReplicaRegistry.check(self.rollout.engine)
-        EngineRegistry.check(self.engine.backend)
         return self
 
-    def _check_updates(self) -> None:
-        groups, parts = self.trainer.groups_per_step, self.engine.num_mini_batches
-        name = "engine.num_mini_batches"
+    def _updates_per_step(self, engine: EngineConfig) -> int:
+        return self.trainer.parameter_sync_step * engine.num_mini_batches * engine.num_epochs
+
+    def _check_updates(self, name: str, engine: EngineConfig) -> None:
+        groups, parts = self.trainer.groups_per_step, engine.num_mini_batches
+        name += ".num_mini_batches"
         if self.trainer.parameter_sync_step > 1:
             parts *= self.trainer.parameter_sync_step
             name += " times trainer.parameter_sync_step"
@@ -240,13 +260,14 @@ class RunConfig(Settings):
             yield f"agent_loop_manager.tasks[{number}]", task
 
     def _check_lengths(self) -> None:
-        limit = self.engine.max_tokens_per_micro_batch
+        name, engine = min(self.engines, key=lambda each: each[1].max_tokens_per_micro_batch)
+        limit = engine.max_tokens_per_micro_batch
         for place, task in self._named_tasks():
             longest = task.agent_loop_config.max_row_tokens(task.sampler_config.max_prompt_tokens)
             if longest > limit:
                 raise ValueError(
                     f"a prompt and its response may have {longest} tokens together, more than "
-                    f"engine.max_tokens_per_micro_batch ({limit}), so they could not be trained on. Raise it, or "
+                    f"{name}.max_tokens_per_micro_batch ({limit}), so they could not be trained on. Raise it, or "
                     f"lower {place}.agent_loop_config.sample_params.max_tokens (of agents: response_length) or "
                     f"{place}.sampler_config.max_prompt_tokens; for black_box agents {place}.agent_loop_config."
                     f"prompt_length."
@@ -275,11 +296,26 @@ class RunConfig(Settings):
                 f"nothing in these settings produces. {_HOW_TO_PRODUCE.get(min(missing), '')}".rstrip()
             )
 
+    def _check_critic(self) -> None:
+        warmup, steps = self.trainer.critic_warmup, self.trainer.num_steps
+        if not self.has_critic:
+            unused = "critic" if self.critic != CriticConfig() else "trainer.critic_warmup" if warmup else None
+            if unused:
+                raise ValueError(
+                    f"{unused} is set, but algorithm.advantage={self.algorithm.advantage!r} uses no values, so there "
+                    f"is no critic. Leave it out, or use gae."
+                )
+        if warmup >= steps:
+            raise ValueError(
+                f"trainer.critic_warmup ({warmup}) must be below trainer.num_steps ({steps}), or the policy is never "
+                f"trained."
+            )
+
     def _produced(self) -> frozenset[str]:
         """What an advantage estimator can get in this run."""
         algorithm = self.algorithm
         correction = algorithm.rollout_correction
-        produced = self.engine.produces | {"reward_baselines", "reward_parts", "rollout_log_probs"}
+        produced = self.engine.produces | {"reward_baselines", "reward_parts", "rollout_log_probs", "values"}
         if not algorithm.needs_reference:
             produced -= {"ref_log_prob"}
         if correction is not None and correction.rollout_is is not None and not correction.bypass_mode:

@@ -61,6 +61,14 @@ class TokenOutputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValueOutputs:
+    """What a value model says at each trained token, T in the order of `PackedBatch.targets`."""
+
+    values: Tensor
+    """(T,) of the state in which each token was chosen."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightShard:
     """The part of a weight that one rank holds: whole rows, the last of a rank's weights perhaps none."""
 
@@ -88,13 +96,15 @@ class WeightDelta:
     """(N,) what they are now."""
 
 
-LossFunction = Callable[["TokenOutputs", "PackedBatch"], "Tensor"]
-"""Outputs of a micro-batch -> its share of the loss, scalar. The shares of all micro-batches and ranks, divided by the
-number of ranks, add up to the loss of the update."""
+LossFunction = Callable[[Any, "PackedBatch"], "Tensor"]
+"""Outputs of a micro-batch (`TokenOutputs`, of a value model `ValueOutputs`) -> its share of the loss, scalar. The
+shares of all micro-batches and ranks, divided by the number of ranks, add up to the loss of the update."""
 
 
 class BaseEngine(ABC):
     """One rank of a training engine. All methods are called on every rank, in the same order.
+
+    One for language models gives `TokenOutputs`, one for value models `ValueOutputs`.
 
     Args:
         model_path: Hugging Face folder or hub id.
@@ -160,19 +170,29 @@ class BaseEngine(ABC):
         *,
         temperature: float = 1.0,
         request: OutputRequest = OutputRequest(),
-    ) -> TokenOutputs:
+    ) -> Any:
         """Return the outputs at the trained tokens, without a gradient; with a loss function, add its gradient."""
 
     @abstractmethod
-    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+    def get_per_tensor_param(self, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole of each weight under its Hugging Face name.
 
         Every rank has to go through all of it; ranks other than 0 may be given nothing.
+
+        Args:
+            adapters_only: With LoRA, yield the adapter's weights under the names of peft's files, to be used with
+                `peft_config`. Otherwise the adapter is merged into the weights.
+
+        Raises:
+            ConfigError: there is no adapter.
         """
 
     @abstractmethod
     def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
-        """Yield the part of each weight that this rank holds. No collective: ranks may be read one by one."""
+        """Yield the part of each weight that this rank holds. No collective: ranks may be read one by one.
+
+        With LoRA these are the adapter's weights, under the names of peft's files: the others do not change.
+        """
 
     @abstractmethod
     def get_data_parallel_rank(self) -> int:
@@ -192,7 +212,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def save_hf(self, folder: Path) -> None:
-        """Write weights and tokenizer as a Hugging Face folder."""
+        """Write weights and tokenizer as a Hugging Face folder; an adapter merged, and by itself in ``adapter/``."""
 
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[None]:
@@ -207,6 +227,11 @@ class BaseEngine(ABC):
             model: The weights.
             optimizer: The state of the optimizer.
         """
+
+    @property
+    def peft_config(self) -> dict[str, Any] | None:
+        """Settings of the adapter, as in peft's adapter_config.json; None where there is none."""
+        return None
 
     def get_data_parallel_group(self) -> Any:
         """Return the process group of the data-parallel ranks; None where the rank is alone."""
@@ -296,7 +321,7 @@ class BaseEngine(ABC):
         *,
         temperature: float = 1.0,
         request: OutputRequest = OutputRequest(),
-    ) -> list[TokenOutputs]:
+    ) -> list[Any]:
         """Return the outputs at the trained tokens of each batch."""
         with self.eval_mode():
             return [
@@ -310,6 +335,8 @@ class EngineRegistry:
     _table: dict[tuple[str, str, str, str | None], str | type[BaseEngine]] = {  # noqa: RUF012 - the registry itself
         ("language_model", "fsdp2", "cpu", None): "xrl_lite.engine.language_model:LanguageModelEngine",
         ("language_model", "fsdp2", "cuda", None): "xrl_lite.engine.language_model:LanguageModelEngine",
+        ("value_model", "fsdp2", "cpu", None): "xrl_lite.engine.value_model:ValueModelEngine",
+        ("value_model", "fsdp2", "cuda", None): "xrl_lite.engine.value_model:ValueModelEngine",
     }
 
     @classmethod

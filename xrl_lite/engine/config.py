@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from xrl_lite.algorithms.config import LossAggregation
 from xrl_lite.settings import Settings
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -34,6 +36,26 @@ class OptimizerConfig(Settings):
 
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak learning rate that is left at the end (linear and cosine)."""
+
+
+class LoraConfig(Settings):
+    """A low-rank adapter (arXiv 2106.09685) that is trained in place of the weights. Needs the extra ``lora``."""
+
+    rank: int = Field(default=16, gt=0)
+    """Rank of each change of a weight."""
+
+    alpha: float = Field(default=32.0, gt=0)
+    """The change is scaled by ``alpha / rank``."""
+
+    use_rslora: bool = False
+    """Scale by ``alpha / sqrt(rank)`` instead (arXiv 2312.03732)."""
+
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Linear layers that get an adapter, by the ends of their names such as ``q_proj``; all but the output layer."""
+
+    path: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
+    """Adapter of the same rank to go on from, a folder of peft or a hub id; its own alpha and layers take the place of
+    those here. The reference policy is the model without it."""
 
 
 class EngineConfig(Settings):
@@ -69,6 +91,10 @@ class EngineConfig(Settings):
 
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer."""
+
+    lora: LoraConfig | None = None
+    """Train an adapter and leave the weights as they are; null trains all weights. Without it the model is the
+    reference policy, so no copy of the weights is kept for that."""
 
     activation_checkpointing: bool = False
     """Keep only what goes into each layer, and compute the layer again in the backward pass: less memory, about a
@@ -116,7 +142,7 @@ class EngineConfig(Settings):
 
     @property
     def produces(self) -> frozenset[str]:
-        """What the engine can give an advantage estimator; no critic (`values`) yet."""
+        """What the engine can give an advantage estimator."""
         return frozenset({"old_log_probs", "ref_log_prob", "sum_pi_squared"})
 
     @model_validator(mode="after")
@@ -127,3 +153,30 @@ class EngineConfig(Settings):
                 f"({self.max_tokens_per_micro_batch})."
             )
         return self
+
+
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW and its schedule, for a critic."""
+
+    learning_rate: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+
+
+class CriticConfig(EngineConfig):
+    """The critic of estimators that need values (gae): a model of its own, trained beside the policy.
+
+    Its settings are those of `engine`, and some more. Unused where the estimator needs no values.
+    """
+
+    path: Annotated[str, AfterValidator(os.path.expanduser)] | None = None
+    """Hugging Face folder or hub id: a language model, whose output layer is replaced by a value that begins at 0, or a
+    classifier or reward model with one label. The model that the policy starts from when not given."""
+
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    """The optimizer."""
+
+    cliprange_value: float = Field(default=0.5, gt=0)
+    """How far a value may move from its old one in a step before the error stops counting."""
+
+    loss_agg_mode: LossAggregation = "token-mean"
+    """How the errors of tokens become one number."""

@@ -25,7 +25,7 @@ from xrl_lite.actors import share
 from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.engine.batch import TrainBatch
-from xrl_lite.engine.config import EngineConfig
+from xrl_lite.engine.config import CriticConfig, EngineConfig
 from xrl_lite.errors import ActorDiedError, ActorError, RankError
 from xrl_lite.log import get_logger
 
@@ -44,35 +44,38 @@ _OTHERS_WITHIN_S = 2.0
 lost is not the one that was lost."""
 
 
-class TrainingController:
-    """Starts the ranks and speaks to them.
+class RankGroup:
+    """Starts the ranks of an engine and speaks to them.
 
     A call ends for all ranks together. When one of them dies or raises, the others are ended within seconds, whatever
     they wait for, and the error of the one that began it is raised; the controller then takes no more calls, since
     fresh ranks would have the initial weights. A single rank that raises stays.
 
     Args:
+        worker: Class of the actors.
         system: Where the ranks run.
+        name: Of the actors, before their number.
         config: Settings of the engine.
-        algorithm: Settings of the loss.
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of the run.
+        options: For the worker.
     """
 
     def __init__(
         self,
+        worker: type,
         system: ActorSystem,
         *,
+        name: str,
         config: EngineConfig,
-        algorithm: AlgorithmConfig,
         model_path: str,
         num_updates: int,
         seed: int,
+        **options: Any,
     ) -> None:
         from xrl_lite.actors import RestartPolicy
-        from xrl_lite.engine.ranks import RankPlace
-        from xrl_lite.engine.worker import EngineWorker  # loads torch
+        from xrl_lite.engine.ranks import RankPlace  # loads torch
 
         self._config = config
         size = config.num_ranks
@@ -85,16 +88,16 @@ class TrainingController:
                     rank=rank, num_ranks=size, meeting=meeting / "store", timeout_s=config.collective_timeout_s
                 )
                 handle = system.spawn(
-                    EngineWorker,
+                    worker,
                     kwargs={
                         "config": config,
-                        "algorithm": algorithm,
                         "model_path": model_path,
                         "num_updates": num_updates,
                         "seed": seed,
                         "place": place,
+                        **options,
                     },
-                    name=f"engine/{rank}",
+                    name=f"{name}/{rank}",
                     num_cpus=config.num_cpus,
                     num_accelerators=min(1, system.num_accelerators),  # it sees none that it does not claim
                     num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // size),
@@ -111,49 +114,6 @@ class TrainingController:
     async def ready(self) -> None:
         """Wait until every rank has loaded the model."""
         await self._together("loading the model", [rank.ready() for rank in self._ranks])
-
-    async def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
-        """Return quantities of the response tokens; 0 where a token is not trained on.
-
-        Those of the policy itself are under the present weights, or under those that `keep_policy` kept.
-
-        Args:
-            batch: The trajectories.
-            names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
-        """
-        return await self._call("measure", self._for_all(batch), names)
-
-    async def keep_policy(self) -> None:
-        """Keep the present weights: until the next call, `measure` computes the old policy with them."""
-        await self._call("keep_policy")
-
-    async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
-        """Make the updates of one step; return its metrics."""
-        return await self._call("train_batch", self._for_all(batch))
-
-    async def export_weights(self) -> dict[str, Tensor]:
-        """Return every weight under its Hugging Face name."""
-        return await self._call("export_weights")
-
-    async def devices(self) -> list[str]:
-        """Return where the weights are."""
-        return await self._call("devices")
-
-    async def attach_weights(self, sender: WeightSender) -> None:
-        """Give the first rank its end of the way on which weights leave."""
-        await self._ask_first("attach_weights", sender)
-
-    async def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer:
-        """Begin to hand over the present weights, as `version`; with LoRA perhaps the adapter alone."""
-        return await self._call("open_weights", version, adapters_only=adapters_only)
-
-    async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
-        """Hand over a bucket."""
-        return await self._ask_first("send_weights", number, num_receivers)
-
-    async def close_weights(self) -> None:
-        """End handing over."""
-        await self._ask_first("close_weights")
 
     async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         """Write the state of the ranks into a folder that does not exist yet."""
@@ -217,6 +177,124 @@ class TrainingController:
             self.kill()
             await self.stop(0.0)
         raise error
+
+
+class TrainingController(RankGroup):
+    """The ranks that train the policy.
+
+    Args:
+        system: Where the ranks run.
+        config: Settings of the engine.
+        algorithm: Settings of the loss.
+        model_path: Hugging Face folder or hub id.
+        num_updates: Updates of the whole run.
+        seed: Seed of the run.
+    """
+
+    def __init__(
+        self,
+        system: ActorSystem,
+        *,
+        config: EngineConfig,
+        algorithm: AlgorithmConfig,
+        model_path: str,
+        num_updates: int,
+        seed: int,
+    ) -> None:
+        from xrl_lite.engine.worker import EngineWorker  # loads torch
+
+        super().__init__(
+            EngineWorker,
+            system,
+            name="engine",
+            config=config,
+            model_path=model_path,
+            num_updates=num_updates,
+            seed=seed,
+            algorithm=algorithm,
+        )
+
+    async def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
+        """Return quantities of the response tokens; 0 where a token is not trained on.
+
+        Those of the policy itself are under the present weights, or under those that `keep_policy` kept.
+
+        Args:
+            batch: The trajectories.
+            names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
+        """
+        return await self._call("measure", self._for_all(batch), names)
+
+    async def keep_policy(self) -> None:
+        """Keep the present weights: until the next call, `measure` computes the old policy with them."""
+        await self._call("keep_policy")
+
+    async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+        """Make the updates of one step; return its metrics."""
+        return await self._call("train_batch", self._for_all(batch))
+
+    async def export_weights(self) -> dict[str, Tensor]:
+        """Return every weight under its Hugging Face name."""
+        return await self._call("export_weights")
+
+    async def devices(self) -> list[str]:
+        """Return where the weights are."""
+        return await self._call("devices")
+
+    async def attach_weights(self, sender: WeightSender) -> None:
+        """Give the first rank its end of the way on which weights leave."""
+        await self._ask_first("attach_weights", sender)
+
+    async def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer:
+        """Begin to hand over the present weights, as `version`; with LoRA perhaps the adapter alone."""
+        return await self._call("open_weights", version, adapters_only=adapters_only)
+
+    async def peft_config(self) -> dict[str, Any] | None:
+        """Return the settings of the adapter, as in peft's adapter_config.json; None where there is none."""
+        return await self._call("peft_config")
+
+    async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
+        """Hand over a bucket."""
+        return await self._ask_first("send_weights", number, num_receivers)
+
+    async def close_weights(self) -> None:
+        """End handing over."""
+        await self._ask_first("close_weights")
+
+
+class CriticController(RankGroup):
+    """The ranks that train the critic.
+
+    Args:
+        system: Where the ranks run.
+        config: Settings of the critic.
+        model_path: Hugging Face folder or hub id.
+        num_updates: Updates of the whole run.
+        seed: Seed of the run.
+    """
+
+    def __init__(
+        self, system: ActorSystem, *, config: CriticConfig, model_path: str, num_updates: int, seed: int
+    ) -> None:
+        from xrl_lite.engine.critic import CriticWorker  # loads torch
+
+        super().__init__(
+            CriticWorker,
+            system,
+            name="critic",
+            config=config,
+            model_path=model_path,
+            num_updates=num_updates,
+            seed=seed,
+        )
+
+    async def values(self, batch: TrainBatch) -> list[list[float]]:
+        """Return the present value of the state in which each response token was chosen; 0 where none is trained on."""
+        return await self._call("values", self._for_all(batch))
+
+    async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+        """Make the updates of one step towards `TrainBatch.returns`; return their metrics."""
+        return await self._call("train_batch", self._for_all(batch))
 
 
 def _is_consequence(error: Exception) -> int:

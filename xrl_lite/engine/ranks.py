@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,6 +112,13 @@ def gather_objects(value: R) -> list[R]:
     gathered: list[Any] = [None] * num_ranks_here()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def copy_from_first(tensors: Iterable[torch.Tensor]) -> None:
+    """Give all ranks the values of the first: what begins at random is to begin alike, whatever the number of ranks."""
+    if num_ranks_here() > 1:
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=0)
 
 
 def on_all_ranks(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:

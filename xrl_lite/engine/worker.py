@@ -1,8 +1,4 @@
-"""One training rank as an actor: batches in, metrics and weights out.
-
-Every rank gets the whole batch, so it knows the counts of all ranks without asking, and turns its share of it into
-packed micro-batches. Only lists cross the process boundary.
-"""
+"""One rank of the policy's engine as an actor: batches in, metrics and weights out."""
 
 from __future__ import annotations
 
@@ -10,8 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +16,18 @@ from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.algorithms.distillation import TOP_K, distillation_loss
 from xrl_lite.algorithms.losses.tokens import LossConfig
 from xrl_lite.algorithms.objective import LossRows, objective, rows_from_flat
-from xrl_lite.algorithms.packing import PackedBatch, collate, pack_groups
-from xrl_lite.algorithms.planning import plan_micro_batches
+from xrl_lite.algorithms.packing import PackedBatch
 from xrl_lite.algorithms.policy_losses import get_policy_loss_fn, policy_loss
 from xrl_lite.algorithms.rollout_correction import correct_rollout
 from xrl_lite.algorithms.rows import pad_rows, unpad_rows
 from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender, devices_of
-from xrl_lite.engine.base import BaseEngine, EngineRegistry, OutputRequest, TokenOutputs
+from xrl_lite.engine.base import OutputRequest, TokenOutputs
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
-from xrl_lite.engine.ranks import RankPlace, join, on_all_ranks, platform_of_rank
+from xrl_lite.engine.rank_worker import RankWorker, split_by_group
+from xrl_lite.engine.ranks import RankPlace, on_all_ranks
 from xrl_lite.engine.step_metrics import LogprobGap, StepReports, WeightedMeans
-from xrl_lite.registry import load_object, load_plugins
+from xrl_lite.registry import load_object
 
 _QUANTITIES = {
     "old_logprobs": "logprobs",
@@ -44,11 +39,9 @@ _QUANTITIES = {
 
 _SEEDS = 1_000_003
 
-T = TypeVar("T")
 
-
-class EngineWorker:
-    """Hosts an engine on one rank.
+class EngineWorker(RankWorker):
+    """Hosts the engine of the policy on one rank.
 
     Args:
         config: Settings of the engine.
@@ -69,28 +62,22 @@ class EngineWorker:
         algorithm: AlgorithmConfig | None = None,
         place: RankPlace = RankPlace(),  # noqa: B008 - frozen
     ) -> None:
-        load_plugins()
-        platform = platform_of_rank()
-        engine = EngineRegistry.find(
-            "language_model", config.backend, device=platform.device_name, vendor=platform.vendor_name
+        algorithm = algorithm or AlgorithmConfig()
+        super().__init__(
+            "language_model",
+            config=config,
+            model_path=model_path,
+            num_updates=num_updates,
+            seed=seed,
+            place=place,
+            keep_reference=algorithm.needs_reference,
+            teacher_path=algorithm.distillation.teacher if algorithm.distillation else None,
         )
-        self.place = place
-        join(place, platform, always=config.always_shards)
-        self._config = config
-        self._algorithm = algorithm = algorithm or AlgorithmConfig()
+        self._algorithm = algorithm
         self._loss = policy_loss(algorithm.policy_loss.loss_mode)
         correction = algorithm.rollout_correction
         replaced = correction is not None and correction.loss_type == "reinforce"
         self._loss_function = get_policy_loss_fn("reinforce" if replaced else algorithm.policy_loss.loss_mode)
-        self._engine: BaseEngine = engine(
-            model_path=model_path,
-            config=config,
-            num_updates=num_updates,
-            seed=seed + place.rank,
-            keep_reference=algorithm.needs_reference,
-            teacher_path=algorithm.distillation.teacher if algorithm.distillation else None,
-        )
-        self._engine.initialize()
         self._num_updates = 0
         self._keeps_policy = False
         self._sender: WeightSender
@@ -103,7 +90,7 @@ class EngineWorker:
         something else is in the loss.
         """
         batch = self._with_old_logprobs(batch)
-        parts = _split_by_group(batch, self._config.num_mini_batches)
+        parts = split_by_group(batch, self._config.num_mini_batches)
         steps, gap = StepReports(), LogprobGap()
         for epoch in range(self._config.num_epochs):
             for number, part in enumerate(parts):
@@ -171,13 +158,24 @@ class EngineWorker:
 
     @on_all_ranks
     def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer | None:
-        """Begin to hand over the present weights, as `version`; the first rank gathers them as it takes them."""
-        parameters = self._engine.get_per_tensor_param()
+        """Begin to hand over the present weights, as `version`; the first rank gathers them as it takes them.
+
+        Args:
+            version: Policy version that whoever takes them has then.
+            adapters_only: With LoRA, hand over the adapter alone.
+        """
+        parameters = self._engine.get_per_tensor_param(adapters_only=adapters_only)
         if self.place.rank != 0:
             for _ in parameters:
                 pass
             return None
-        return self._sender.open(parameters, version=version, num_updates=self._num_updates)
+        adapter = self._engine.peft_config if adapters_only else None
+        return self._sender.open(parameters, version=version, num_updates=self._num_updates, adapter=adapter)
+
+    @on_all_ranks
+    def peft_config(self) -> dict[str, Any] | None:
+        """Return the settings of the adapter, as in peft's adapter_config.json; None where there is none."""
+        return self._engine.peft_config
 
     def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
         """Hand over a bucket."""
@@ -186,21 +184,6 @@ class EngineWorker:
     def close_weights(self) -> None:
         """End handing over."""
         self._sender.close()
-
-    @on_all_ranks
-    def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
-        """Write the engine's state, and the model as a Hugging Face folder beside it."""
-        if self.place.rank == 0:
-            folder.mkdir(parents=True)
-        self._engine.all_gather(None)  # the folder is there
-        self._engine.save_checkpoint(folder)
-        if hf_folder is not None:
-            self._engine.save_hf(hf_folder)
-
-    @on_all_ranks
-    def load_checkpoint(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
-        self._engine.load_checkpoint(folder)
 
     # --- before an update
 
@@ -375,40 +358,6 @@ class EngineWorker:
             trainer = pad_rows([batch.old_logprobs[i] for i in order])[mask]
         return trainer, pad_rows([batch.rollout_logprobs[i] for i in order])[mask]
 
-    # --- ranks
-
-    def _pack(self, batch: TrainBatch) -> list[PackedBatch]:
-        """The micro-batches of this rank."""
-        groups = pack_groups(
-            batch.prompts,
-            batch.responses,
-            masks=batch.response_masks,
-            max_tokens_per_row=self._config.max_tokens_per_row,
-        )
-        plan = plan_micro_batches(
-            groups,
-            max_tokens=self._config.max_tokens_per_micro_batch,
-            num_ranks=self._engine.get_data_parallel_size(),
-        )
-        return [collate(rows) for rows in plan[self._engine.get_data_parallel_rank()]]
-
-    def _of_all_ranks(
-        self, batch: TrainBatch, packed: Sequence[PackedBatch], flat: Sequence[Tensor]
-    ) -> list[list[float]]:
-        """Put the values of each rank's trained tokens where they belong."""
-        mine: dict[int, list[float]] = {}
-        for part, values in zip(packed, flat, strict=True):
-            remaining = iter(values.tolist())
-            for index in part.trajectories:
-                mine[index] = [next(remaining) if bit else 0.0 for bit in batch.response_masks[index]]
-        everything = {index: values for share in self._engine.all_gather(mine) for index, values in share.items()}
-        return [everything[index] for index in range(len(batch))]
-
-    def _others(self, own: T) -> list[T]:
-        """The parts of the other ranks."""
-        parts = self._engine.all_gather(own)
-        return [part for rank, part in enumerate(parts) if rank != self._engine.get_data_parallel_rank()]
-
 
 @dataclass(frozen=True)
 class _Update:
@@ -418,13 +367,3 @@ class _Update:
     info: BatchInfo
     session_tokens: list[int]
     """Trained tokens of the session of each trajectory."""
-
-
-def _split_by_group(batch: TrainBatch, num_parts: int) -> list[TrainBatch]:
-    """Split into parts of (nearly) equal numbers of groups; a group is never split."""
-    groups = list(dict.fromkeys(batch.groups))
-    parts: list[TrainBatch] = []
-    for number in range(num_parts):
-        wanted = set(groups[number * len(groups) // num_parts : (number + 1) * len(groups) // num_parts])
-        parts.append(batch.select([i for i, group in enumerate(batch.groups) if group in wanted]))
-    return parts

@@ -12,6 +12,7 @@ A session is one row for the estimator: its trajectories one behind the other, i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -136,6 +137,7 @@ class AdvantageStep:
         }
         if batch.values is not None:
             batch = replace(batch, returns=sessions.split(returns))
+            metrics |= _quality(sessions.rows(batch.values), returns, mask)
         return replace(batch, advantages=sessions.split(advantages)), metrics
 
     def _subtract_kl(
@@ -230,6 +232,15 @@ class _Sessions:
                 result[place] = values[start : start + self._trajectory_lengths[place]]
                 start += self._trajectory_lengths[place]
         return result
+
+
+def _quality(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """How well a critic predicted the returns of the trained tokens, (S, T) each."""
+    from xrl_lite.algorithms.critic import explained_variance
+
+    metrics = {"critic/values/mean": values[mask].mean().item(), "critic/returns/mean": returns[mask].mean().item()}
+    explained = explained_variance(values, returns, mask)
+    return metrics if not math.isfinite(explained) else metrics | {"critic/vf_explained_var": explained}
 
 
 def _at_last_trained(rewards: list[float], mask: Tensor, lengths: list[int]) -> Tensor:

@@ -58,7 +58,7 @@ from xrl_lite.replay_buffer import TRAIN, PromptGroup, TrainerMode
 from xrl_lite.trainer.advantages import AdvantageStep
 from xrl_lite.trainer.agreement import AgreementCheck
 from xrl_lite.trainer.baselines import greedy_rewards
-from xrl_lite.trainer.checkpoint import ENGINE, CheckpointCallback, CheckpointStore, read_state
+from xrl_lite.trainer.checkpoint import CRITIC, ENGINE, HUGGINGFACE, CheckpointCallback, CheckpointStore, read_state
 from xrl_lite.trainer.health import StepHealth
 from xrl_lite.trainer.merging import merge_metrics
 from xrl_lite.trainer.prepare import prepare_train_data
@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from xrl_lite.agent_loop import Producer
     from xrl_lite.agent_loop.manager import AgentLoopManager
     from xrl_lite.engine.batch import TrainBatch
-    from xrl_lite.engine.controller import TrainingController
+    from xrl_lite.engine.controller import CriticController, TrainingController
     from xrl_lite.replay_buffer import ReplayBuffer
     from xrl_lite.trainer.config import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
     from xrl_lite.trainer.evaluation import Evaluator
@@ -110,7 +110,9 @@ class TrainerParts:
     """What a trainer is made of; `xrl_lite.run` puts them together."""
 
     engine: TrainingController
-    """Trains."""
+    """Trains the policy."""
+    critic: CriticController | None = None
+    """Gives values and is trained towards returns, where the estimator needs them."""
     weight_sync: WeightSync
     """Brings weights from the engine to the replicas."""
     rollout: Sleeps
@@ -351,6 +353,8 @@ class RLTrainer(ABC):
         metrics: dict[str, float] = {}
         attempts = len(batch)
         if batch.num_trained_tokens:
+            if self.parts.critic is not None:
+                batch = replace(batch, values=await self.parts.critic.values(batch))
             batch, metrics = await self._advantages(batch, self.parts.engine.measure)
         if not batch.num_trained_tokens:
             metrics["skipped_step"] = 1.0
@@ -358,7 +362,10 @@ class RLTrainer(ABC):
             logger.warning(text)
             self.parts.reporter.note(text)
         # also without tokens: the schedule of the learning rate goes on
-        metrics |= await self.parts.engine.train_batch(batch)
+        if self.parts.critic is not None:
+            metrics |= await self.parts.critic.train_batch(batch)
+        if self.global_step > self.settings.trainer.critic_warmup:
+            metrics |= await self.parts.engine.train_batch(batch)
         await self.note("trained", step=batch.step, part=batch.part)
         return metrics
 
@@ -413,8 +420,11 @@ class RLTrainer(ABC):
     async def _save(self) -> None:
         export = self.settings.checkpoint.export_hf
 
-        async def write_engine(folder: Path, hf_folder: Path) -> None:
-            await self.parts.engine.save_checkpoint(folder, hf_folder=hf_folder if export else None)
+        async def write_engines(folder: Path) -> None:
+            hf_folder = folder / HUGGINGFACE if export else None
+            await self.parts.engine.save_checkpoint(folder / ENGINE, hf_folder=hf_folder)
+            if self.parts.critic is not None:
+                await self.parts.critic.save_checkpoint(folder / CRITIC)
 
         state = {
             "global_step": self.global_step,
@@ -426,7 +436,7 @@ class RLTrainer(ABC):
             "random": random_state(),
         }
         await self.parts.replay_buffer.flush()
-        self._checkpoint = await self.parts.store.save(self.global_step, state, write_engine)
+        self._checkpoint = await self.parts.store.save(self.global_step, state, write_engines)
         self._saved_step = self.global_step
         await self.note("saved", step=self.global_step)
         self.parts.replay_buffer.checkpointed(self.parts.store.oldest_step())
@@ -438,6 +448,8 @@ class RLTrainer(ABC):
         state = None if checkpoint is None else read_state(checkpoint)
         if checkpoint is not None and state is not None:
             await self.parts.engine.load_checkpoint(checkpoint / ENGINE)
+            if self.parts.critic is not None:
+                await self.parts.critic.load_checkpoint(checkpoint / CRITIC)
             self.global_step = self._saved_step = state["global_step"]
             self._health.load_state_dict(state["health"])
             self._advantages.load_state_dict(state["algorithm"])

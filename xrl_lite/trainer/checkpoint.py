@@ -7,6 +7,7 @@ Anything without a valid marker is torn: never loaded, and named in a warning.
 
     checkpoints/step_000050/
         engine/          state of the training ranks (torch.distributed.checkpoint)
+        critic/          that of the critic's, where there is one
         huggingface/     the model as a Hugging Face folder
         state.json       step, sampler, counters
         COMPLETE         marker: sizes of the files above
@@ -28,12 +29,13 @@ logger = get_logger(__name__)
 
 MARKER = "COMPLETE"
 ENGINE = "engine"
+CRITIC = "critic"
 HUGGINGFACE = "huggingface"
 STATE = "state.json"
 _ASIDE = ".writing-"
 
-WriteEngine = Callable[[Path, Path], Awaitable[None]]
-"""Writes the ranks' state to a folder, and the model to another."""
+WriteEngines = Callable[[Path], Awaitable[None]]
+"""Writes the ranks' state, and the model, into folders of their own in the one that is given."""
 
 
 class CheckpointCallback:
@@ -72,7 +74,7 @@ class CheckpointStore:
         self._folder = folder
         self._keep = keep
 
-    async def save(self, step: int, state: dict[str, Any], write_engine: WriteEngine) -> Path:
+    async def save(self, step: int, state: dict[str, Any], write_engines: WriteEngines) -> Path:
         """Write a checkpoint, then drop the oldest beyond `keep`. Saving a step twice keeps the first.
 
         Raises:
@@ -85,7 +87,7 @@ class CheckpointStore:
         try:
             self._sweep()
             aside.mkdir(parents=True)
-            await write_engine(aside / ENGINE, aside / HUGGINGFACE)
+            await write_engines(aside)
             (aside / STATE).write_text(json.dumps(state), encoding="utf-8")
             sizes = _flush(aside)
             if final.exists():  # torn: complete ones were returned above

@@ -40,6 +40,9 @@ class TrainerConfig(Settings):
     When not given: as many as `max_staleness` allows in separate_async, none in colocate_async, where
     `over_sample_threshold` gives a share of a batch."""
 
+    critic_warmup: int = Field(default=0, ge=0)
+    """Steps at the start in which the critic is trained and the policy is left as it is (gae)."""
+
     max_failed_groups: int | None = Field(default=None, ge=0)
     """Groups that may fail while one batch is produced before the run stops; 4 batches' worth when not given."""
 

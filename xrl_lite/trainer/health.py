@@ -53,7 +53,7 @@ class StepHealth:
             self._check_there_is_something(metrics)
             or self._check_signal(metrics)
             or self._check_gap(step, metrics.get("logprob_gap/mean", 0.0))
-            or self._check_gradient(metrics.get("grad_norm", 0.0))
+            or self._check_gradient([metrics.get(name, 0.0) for name in ("grad_norm", "critic/grad_norm")])
         )
 
     def state_dict(self) -> dict[str, int]:
@@ -110,8 +110,8 @@ class StepHealth:
         self._gap_is_wide = gap > config.warn_logprob_gap
         return None
 
-    def _check_gradient(self, grad_norm: float) -> Problem | None:
-        self._skipped_updates = 0 if math.isfinite(grad_norm) else self._skipped_updates + 1
+    def _check_gradient(self, grad_norms: list[float]) -> Problem | None:
+        self._skipped_updates = 0 if all(map(math.isfinite, grad_norms)) else self._skipped_updates + 1
         if self._skipped_updates < MAX_SKIPPED_UPDATES:
             return None
         text = (

@@ -45,7 +45,7 @@ from xrl_lite.replay_buffer import (
 from xrl_lite.replay_buffer.events import Event, Events
 from xrl_lite.replay_buffer.store import StoredGroups
 from xrl_lite.trainer.base import RLTrainer, TrainerParts, TrainerSettings
-from xrl_lite.trainer.checkpoint import STATE, CheckpointCallback, CheckpointStore, WriteEngine
+from xrl_lite.trainer.checkpoint import STATE, CheckpointCallback, CheckpointStore, WriteEngines
 from xrl_lite.trainer.randomness import random_state
 from xrl_lite.trainer.stop import StopRequest
 
@@ -239,6 +239,21 @@ class RecordedEngine:
         return {"loss": 0.0, "grad_norm": 0.0, "logprob_gap/mean": 0.0}
 
 
+class RecordedCritic:
+    """Values every state at 0, and updates nothing."""
+
+    async def values(self, batch: TrainBatch) -> list[list[float]]:
+        """Return zeros."""
+        return [[0.0] * len(response) for response in batch.responses]
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        """Load nothing."""
+
+    async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+        """Update nothing."""
+        return {}
+
+
 class RecordedSync:
     """Brings no weights, when weights were brought.
 
@@ -383,7 +398,7 @@ class NoCheckpoints(CheckpointStore):
     def __init__(self) -> None:
         super().__init__(Path(), keep=1)
 
-    async def save(self, step: int, state: dict[str, Any], write_engine: WriteEngine) -> Path:
+    async def save(self, step: int, state: dict[str, Any], write_engines: WriteEngines) -> Path:
         return Path(f"step_{step:06d}")
 
     def oldest_step(self) -> int:
@@ -506,6 +521,7 @@ def _trainer(
     )
     parts: dict[str, Any] = {
         "engine": RecordedEngine(script),
+        "critic": RecordedCritic() if "values" in settings.trainer.algorithm.requirements() else None,
         "weight_sync": RecordedSync(script),
         "manager": manager,
         "rollout": Awake(),

@@ -23,9 +23,9 @@ from xrl_lite.trainer.checkpoint import (
 )
 
 
-async def write_engine(folder: Path, hf_folder: Path) -> None:
-    folder.mkdir()
-    (folder / "weights").write_bytes(b"w" * 4096)
+async def write_engines(folder: Path) -> None:
+    (folder / "engine").mkdir()
+    (folder / "engine" / "weights").write_bytes(b"w" * 4096)
 
 
 def make_store(folder: Path, keep: int = 2) -> CheckpointStore:
@@ -33,7 +33,7 @@ def make_store(folder: Path, keep: int = 2) -> CheckpointStore:
 
 
 async def save(folder: Path, step: int, keep: int = 2) -> Path:
-    return await make_store(folder, keep).save(step, {"global_step": step}, write_engine)
+    return await make_store(folder, keep).save(step, {"global_step": step}, write_engines)
 
 
 async def test_a_saved_checkpoint_is_complete_and_found(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ async def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 async def test_a_failed_save_leaves_the_old_one_and_nothing_aside(tmp_path: Path) -> None:
     old = await save(tmp_path, 1)
 
-    async def fail(folder: Path, hf_folder: Path) -> None:
-        await write_engine(folder, hf_folder)
+    async def fail(folder: Path) -> None:
+        await write_engines(folder)
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match=r"step 2 could not be written.*No space left.*Older checkpoints are"):

@@ -1,0 +1,394 @@
+"""A model of transformers under training, with transformers' own classes; on several ranks spread by FSDP2.
+
+What is computed with it, and what becomes of its output, is said by subclasses: `language_model`, `value_model`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from transformers import AutoTokenizer
+
+from xrl_lite.algorithms.packing import PackedBatch
+from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs, ValueOutputs, WeightShard
+from xrl_lite.engine.config import OptimizerConfig
+from xrl_lite.engine.lora import Adapter, file_name, hf_name
+from xrl_lite.engine.ranks import (
+    copy_from_first,
+    gather_objects,
+    num_ranks_here,
+    platform_of_rank,
+    rank_here,
+    seed_device,
+)
+from xrl_lite.engine.sharding import gather_on_first, layers_of, own_shard, reshard, shard_model, whole
+from xrl_lite.errors import CheckpointError, ConfigError
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+OutputsOf = Callable[[Any, PackedBatch, float, OutputRequest], "dict[str, Tensor | None]"]
+"""(model, batch, temperature, request) -> fields of the outputs; a plain dict, in which FSDP finds the tensors."""
+
+ADAPTER = "adapter"
+"""Folder inside an exported model that holds the adapter by itself, where there is one."""
+
+
+class TransformersEngine(BaseEngine):
+    """Trains a model on one rank, or on several that share its weights."""
+
+    output_type: ClassVar[type[TokenOutputs] | type[ValueOutputs]]
+    """What a forward pass gives."""
+
+    @abstractmethod
+    def _load(self, path: str) -> nn.Module:
+        """Return a model on the CPU, all of it."""
+
+    @abstractmethod
+    def _outputs_of(self, model: Any) -> OutputsOf:
+        """Return what computes the outputs of a model like the one given, which is not spread over ranks yet."""
+
+    @abstractmethod
+    def _without_weights(self, model: Any) -> Any:
+        """Return a model of the same class and settings as `model` on the meta device."""
+
+    def initialize(self) -> None:
+        platform = platform_of_rank()
+        self._device = torch.device(platform.device_name, platform.current_device())
+        if self._device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
+        seed_device(platform, self._seed)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a tenth, and nothing here reads such memory
+        self._sharded = num_ranks_here() > 1 or self._config.always_shards
+        model: Any = self._load(self._model_path)
+        self._adapter = self._add_adapter(model)
+        if self._config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._model = self._placed(model)
+        self._policy = self._model
+        self._frozen = {
+            name: self._placed(self._load(path).requires_grad_(False).eval())
+            for name, path in self._frozen_paths().items()
+        }
+        if self._config.param_offload:
+            for each in (self._model, *self._frozen.values()):
+                each.to("cpu")
+        optimizer = self._config.optimizer
+        self._optimizer = torch.optim.AdamW(
+            [parameter for parameter in self._model.parameters() if parameter.requires_grad],
+            lr=optimizer.learning_rate,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+            fused=True,
+        )
+        self._update = 0
+        self._set_hyperparameters()
+
+    def _frozen_paths(self) -> dict[str, str]:
+        """Models that are computed with and not trained, by name."""
+        return {}
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        was_training = self._model.training
+        self._model.train()
+        try:
+            with self._on_device(optimizer=True):
+                yield
+        finally:
+            self._model.train(was_training)
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._on_device(optimizer=False):
+                yield
+        finally:
+            self._model.train(was_training)
+
+    def keep_policy(self) -> None:
+        self._kept = [values.to("cpu", copy=True) for values in self._own_values()]
+
+    @contextmanager
+    def use_kept_policy(self) -> Iterator[None]:
+        present = [values.to("cpu", copy=True) for values in self._own_values()]
+        self._set_own_values(self._kept)
+        try:
+            yield
+        finally:
+            self._set_own_values(present)
+
+    def optimizer_zero_grad(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> float:
+        total = nn.utils.clip_grad_norm_(
+            self._optimizer.param_groups[0]["params"], self._config.optimizer.max_grad_norm
+        )
+        norm = whole(total).item()  # the same on all ranks, which skip an update together
+        if math.isfinite(norm):
+            self._optimizer.step()
+        else:
+            logger.warning("gradient norm is %s: this update is skipped", norm)
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        self._update += 1
+        self._set_hyperparameters()
+        return self.learning_rate
+
+    @property
+    def learning_rate(self) -> float:
+        config = self._config.optimizer
+        return config.learning_rate * learning_rate_factor(self._update, self._num_updates, config)
+
+    def forward_backward_batch(
+        self,
+        batch: PackedBatch,
+        loss_function: LossFunction | None,
+        *,
+        temperature: float = 1.0,
+        request: OutputRequest = OutputRequest(),  # noqa: B008 - frozen
+    ) -> Any:
+        # an attribute of the model, so that FSDP gathers its weights before and spreads them after
+        outputs = self._policy.outputs(_on(self._device, batch), temperature, request)
+        if loss_function is not None:
+            loss_function(self.output_type(**outputs), batch).backward()
+        elif self._sharded:
+            reshard(self._policy)
+        return self.output_type(**{name: None if value is None else value.detach() for name, value in outputs.items()})
+
+    def accumulate(self, *, is_last: bool) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(is_last)
+
+    def get_per_tensor_param(self, *, adapters_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        parameters = self._model.named_parameters
+        if self._adapter is None:
+            if adapters_only:
+                raise ConfigError("There is no adapter: set engine.lora, or hand over all weights.")
+            yield from self._whole(parameters())
+            return
+        own = dict(self._whole(self._adapter.own(parameters())))
+        if adapters_only:
+            yield from ((file_name(name), weight) for name, weight in own.items())
+            return
+        for name, weight in self._whole(self._adapter.base(parameters())):
+            yield hf_name(name), self._adapter.merged(name, weight, own)
+
+    def get_per_tensor_param_shard(self) -> Iterator[WeightShard]:
+        for name, parameter in self._model.named_parameters():
+            if self._adapter is None:
+                yield own_shard(name, parameter)
+            elif parameter.requires_grad:
+                yield own_shard(file_name(name), parameter)
+
+    @property
+    def peft_config(self) -> dict[str, Any] | None:
+        return None if self._adapter is None else self._adapter.peft_config
+
+    def get_data_parallel_rank(self) -> int:
+        return rank_here()
+
+    def get_data_parallel_size(self) -> int:
+        return num_ranks_here()
+
+    def get_data_parallel_group(self) -> Any:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    @property
+    def is_param_offload_enabled(self) -> bool:
+        return self._config.param_offload
+
+    @property
+    def is_optimizer_offload_enabled(self) -> bool:
+        return self._config.optimizer_offload
+
+    def all_gather(self, value: T) -> list[T]:
+        return gather_objects(value)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        if model:
+            self._model.to(device)
+        if optimizer:
+            for state in self._optimizer.state.values():
+                state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
+
+    def save_checkpoint(self, folder: Path) -> None:
+        try:
+            with _alone_on_purpose():
+                dcp.save(self._state(), checkpoint_id=str(folder))
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"the state of the ranks could not be written to {folder}: {error}") from error
+
+    def load_checkpoint(self, folder: Path) -> None:
+        state = self._state()
+        try:
+            held = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+            # more ranks than wrote it: the new ones keep the random numbers of their seed
+            state = {name: value for name, value in state.items() if not name.startswith("rng/") or name in held}
+            with _alone_on_purpose():
+                dcp.load(state, checkpoint_id=str(folder))
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{folder} does not fit the model {self._model_path}: {error}") from error
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=StateDictOptions(strict=self._adapter is None),
+        )
+        self._update = int(state["update"])
+        self._set_hyperparameters()
+        self._set_random_state(state)
+
+    def save_hf(self, folder: Path) -> None:
+        plain = not self._sharded and self._adapter is None
+        weights = {} if plain else dict(self.get_per_tensor_param())
+        adapter = {} if self._adapter is None else dict(self._whole(self._adapter.own(self._model.named_parameters())))
+        if rank_here() > 0:
+            return
+        try:
+            model = self._model if plain else _with_weights(self._without_weights(self._model), weights)
+            model.save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self._model_path).save_pretrained(folder)
+            if self._adapter is not None:
+                self._adapter.save(folder / ADAPTER, adapter)
+        except Exception as error:
+            raise CheckpointError(f"the model could not be written to {folder}: {error}") from error
+
+    def _whole(self, parameters: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole weights; on several ranks all go through it, and the first is given them."""
+        if self._sharded:
+            yield from gather_on_first(parameters, bucket_bytes=self._config.export_bucket_bytes, device=self._device)
+            return
+        for name, parameter in parameters:
+            yield name, parameter.detach()
+
+    def _own_values(self) -> list[Tensor]:
+        """What this rank holds of each weight that is trained."""
+        named = self._model.named_parameters()
+        return [own_shard(name, parameter).values for name, parameter in named if parameter.requires_grad]
+
+    def _set_own_values(self, values: list[Tensor]) -> None:
+        with torch.no_grad():
+            for own, given in zip(self._own_values(), values, strict=True):
+                own.copy_(given)
+
+    def _set_hyperparameters(self) -> None:
+        """Give the optimizer what the settings and the schedule say now, whatever a checkpoint held."""
+        config = self._config.optimizer
+        for group in self._optimizer.param_groups:
+            group.update(lr=self.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+
+    def _state(self) -> dict[str, Any]:
+        # what is frozen is in the model's own folder
+        options = StateDictOptions(ignore_frozen_params=self._adapter is not None)
+        model, optimizer = get_state_dict(self._model, self._optimizer, options=options)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "update": torch.tensor(self._update),
+            **{f"rng/{rank_here()}/{name}": value for name, value in self._random_state().items()},
+        }
+
+    def _random_state(self) -> dict[str, Tensor]:
+        state = {"cpu": torch.get_rng_state()}
+        if self._device.type != "cpu":
+            state["device"] = getattr(torch, self._device.type).get_rng_state()
+        return state
+
+    def _set_random_state(self, state: dict[str, Any]) -> None:
+        own = {name: state.get(f"rng/{rank_here()}/{name}") for name in self._random_state()}
+        if own["cpu"] is not None:
+            torch.set_rng_state(own["cpu"])
+        if own.get("device") is not None:
+            getattr(torch, self._device.type).set_rng_state(own["device"])
+
+    @contextmanager
+    def _on_device(self, *, optimizer: bool) -> Iterator[None]:
+        """Bring what is offloaded to the device while inside."""
+        moved = {"model": self._config.param_offload, "optimizer": self._config.optimizer_offload and optimizer}
+        self.to(self._device.type, **moved)
+        try:
+            yield
+        finally:
+            self.to("cpu", **moved)
+
+    def _add_adapter(self, model: Any) -> Adapter | None:
+        if self._config.lora is None:
+            return None
+        adapter = Adapter(model, self._config.lora, model_path=self._model_path)
+        copy_from_first(weight for _, weight in adapter.own(model.to(self._device).named_parameters()))
+        return adapter
+
+    def _placed(self, model: Any) -> Any:
+        """Bring a model to the device and to all ranks, and teach it `outputs`."""
+        outputs_of = self._outputs_of(model)
+        model = platform_of_rank().apply_model_patches(model.to(self._device))
+        if self._config.compile:
+            for layer in layers_of(model):  # their forward only: what FSDP does around it stays outside
+                layer.forward = torch.compile(layer.forward, dynamic=True)
+        if self._sharded:
+            shard_model(model, self._config, device_type=self._device.type)
+        model.outputs = partial(outputs_of, model)
+        if self._sharded:
+            register_fsdp_forward_method(model, "outputs")
+        return model
+
+
+def _on(device: torch.device, batch: PackedBatch) -> PackedBatch:
+    if device.type == "cpu":
+        return batch
+    tensors = {
+        field.name: value.to(device, non_blocking=True)
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+    }
+    return replace(batch, **tensors)
+
+
+def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
+    """Give a model on the meta device its weights."""
+    model.load_state_dict({name: tensor.cpu() for name, tensor in weights.items()}, strict=False, assign=True)
+    model.tie_weights()
+    return model
+
+
+@contextmanager
+def _alone_on_purpose() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def learning_rate_factor(update: int, num_updates: int, config: OptimizerConfig) -> float:
+    """Share of the peak learning rate at an update, counted from 0."""
+    if update < config.warmup_steps:
+        return (update + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return 1.0
+    progress = min((update - config.warmup_steps) / max(num_updates - config.warmup_steps, 1), 1.0)
+    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.final_fraction + (1 - config.final_fraction) * share
