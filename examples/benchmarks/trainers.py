@@ -234,7 +234,7 @@ async def drive(num_trajectories: int) -> dict[str, Any]:
 # --- the modes in simulated time
 
 OVERLAP_STEPS = 60
-OVERLAP_GROUPS, OVERLAP_ATTEMPTS, OVERLAP_SLOTS = 16, 4, 64
+OVERLAP_GROUPS, OVERLAP_ATTEMPTS, OVERLAP_SLOTS = 16, 4, 16
 """Groups of a step, attempts of a group, sequences that the replica generates at once."""
 
 

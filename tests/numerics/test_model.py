@@ -666,6 +666,20 @@ def make_worker(folder: Path, *, rate: float = 1e-2, mini_batches: int = 1, **al
     )
 
 
+def test_the_parts_of_a_step_have_the_policy_that_it_began_with(tiny_model_folder: Path) -> None:
+    worker, batch = make_worker(tiny_model_folder), make_uneven_batch()
+    (before,) = worker.measure(batch, ["old_logprobs"]).values()
+    worker.keep_policy()
+    worker.train_batch(batch)
+    trained = {name: tensor.clone() for name, tensor in worker.export_weights().items()}
+    assert worker.measure(batch, ["old_logprobs"]) == {"old_logprobs": before}
+    for name, tensor in worker.export_weights().items():
+        assert torch.equal(tensor, trained[name]), "the weights that are trained came back"
+    worker.keep_policy()
+    (after,) = worker.measure(batch, ["old_logprobs"]).values()
+    assert after != before
+
+
 def test_trl_4159_the_trainer_divides_logits_by_the_temperature() -> None:
     logits, target = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
     empty = torch.zeros(1, 1, dtype=torch.int64)
