@@ -211,10 +211,9 @@ class BlackBoxAgentLoop(SessionLoop):
         if self._serving is None:
             # a task of its own: what is entered must be left by the same task, and `aclose` may be another's
             self._serving = asyncio.create_task(self._serve(), name="gateway")
-        if not self._opened.is_set():
-            await self._opened.wait()
-        if self._serving.done():
-            await self._serving  # raises why it could not be opened
+        await self._opened.wait()
+        if not self.gateway.is_open:
+            await self._serving  # raises why
 
     async def aclose(self) -> None:
         """Close the gateway, and end the programs."""

@@ -31,6 +31,10 @@ class GatewayConfig(Settings):
     host: str = "127.0.0.1"
     """Address to listen on. The default is reached from this machine only."""
 
+    advertised_host: str | None = None
+    """Name of this machine in the URLs that agents get, where they run in containers or the like; `host` when not
+    given."""
+
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 
