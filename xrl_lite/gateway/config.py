@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from xrl_lite.data.token_builder import OnRewrite
-from xrl_lite.settings import Settings
+from xrl_lite.settings import Settings, UserPath
 from xrl_lite.tools import PARSERS
 
 RequestParam = Literal[
@@ -47,6 +47,9 @@ class GatewayConfig(Settings):
     tool_format: Annotated[str, AfterValidator(_known_format)] = "hermes"
     """Format in which the model calls tools: hermes, gpt-oss, qwen3_coder, glm, seed, minimax, kimi, deepseek, gemma,
     or your own."""
+
+    chat_template: UserPath | None = None
+    """Jinja file that takes the place of the model's own chat template, for example one that knows tools."""
 
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the chat template, for example {enable_thinking: false}."""

@@ -109,7 +109,7 @@ class Gateway:
 
     Raises:
         TemplateError: the model's chat template fails its self-test.
-        ConfigError: a package is missing.
+        ConfigError: a package or the file of the chat template is missing.
         OSError: the port is taken.
     """
 
@@ -130,8 +130,7 @@ class Gateway:
         self.max_trajectory_tokens = config.max_trajectory_tokens or max_trajectory_tokens
         """Prompt and response of a trajectory together; None where only the engine knows."""
         self._sample_params = sample_params or SampleParams()
-        if config.template_kwargs:
-            tokenizer = Tokenizer(tokenizer.hf, template_kwargs={**tokenizer.template_kwargs, **config.template_kwargs})
+        tokenizer = tokenizer.with_template(config.chat_template, config.template_kwargs)
         self._tokenizer = tokenizer
         self._parser = ToolParser.get_tool_parser(config.tool_format, tokenizer)
         self._template = ChatTemplate(
