@@ -3,9 +3,10 @@
 Prints times beside the engine's own, CPU of the gateway per request, and ratios against a baseline of the same run:
 
 - `--sessions` sessions at once of `--turns` turns each over HTTP, against an engine that takes `--engine-s` per turn;
+  beside it the same clients against a bare socket that answers after the same time;
 - memory after the first tenth of `--many` short sessions and after all of them;
-- finding the conversation of a request at 8 and at 64 turns, and hashing it anew;
-- incremental tokens of a conversation of 64 turns against rendering it anew at every turn.
+- CPU time of finding the conversation of a request at 8 and at 64 turns, and of hashing it anew;
+- CPU time of the tokens of a conversation of 64 turns, incremental and rendered anew at every turn.
 
     python examples/benchmarks/gateway.py --model Qwen/Qwen3-0.6B
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import resource
@@ -73,29 +75,53 @@ class SlowEngine(ScriptedRolloutCtl):
 async def at_once(tokenizer: Tokenizer, given: argparse.Namespace) -> None:
     """Serve clients in another process, and print what it took beyond the engine."""
     engine = SlowEngine(turn_of(tokenizer), given.engine_s)
+    answer = {"choices": [{"message": {"role": "assistant", "content": ANSWER}}]}
     async with Gateway(engine, tokenizer=tokenizer, sample_params=SampleParams(max_tokens=4096)) as gateway:
         handles = [gateway.create_session() for _ in range(given.sessions)]
         targets = [(handle.session_id, handle.api_key) for handle in handles]
-        port = int(gateway.url.rpartition(":")[2])
-        here, there = multiprocessing.get_context("spawn").Pipe()
-        work = (there, port, targets, given.turns, given.engine_s)
-        clients = multiprocessing.get_context("spawn").Process(target=run_clients, args=work)
-        clients.start()
-        await anyio.to_thread.run_sync(here.recv)  # it is there
-        cpu = time.process_time()
-        here.send("go")
-        overheads: list[float] = sorted(await anyio.to_thread.run_sync(here.recv))
-        cpu = time.process_time() - cpu
-        clients.join()
+        async with await bare_server(json.dumps(answer).encode(), given.engine_s) as bare:
+            bare_s, _ = await measure(bare.sockets[0].getsockname()[1], targets, given)
+        overheads, cpu_s = await measure(int(gateway.url.rpartition(":")[2]), targets, given)
         results = [await gateway.finalize_session(handle.session_id) for handle in handles]
     num_turns = [trajectory.num_turns for result in results for trajectory in result.trajectories]
     lost = given.sessions * given.turns - sum(num_turns)
     print(
         f"{given.sessions} sessions at once, {given.turns} turns each: {lost} turns lost, {len(num_turns)} trajectories"
     )
-    p50, p99 = (overheads[int(len(overheads) * share)] for share in (0.5, 0.99))
-    print(f"  over the engine's {given.engine_s:g} s: p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms")
-    print(f"  CPU of the gateway per request: {cpu / len(overheads) * 1e3:.2f} ms")
+    for name, times in (("gateway", overheads), ("bare socket", bare_s)):
+        p50, p99 = (times[int(len(times) * share)] * 1e3 for share in (0.5, 0.99))
+        print(f"  {name}, over the engine's {given.engine_s:g} s: p50 {p50:.1f} ms, p99 {p99:.1f} ms")
+    print(f"  CPU of the gateway per request: {cpu_s / len(overheads) * 1e3:.2f} ms")
+
+
+async def measure(port: int, targets: list[tuple[str, str]], given: argparse.Namespace) -> tuple[list[float], float]:
+    """Return each request's seconds beyond the engine's, sorted, and CPU seconds of this process."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    clients = context.Process(target=run_clients, args=(there, port, targets, given.turns, given.engine_s))
+    clients.start()
+    await anyio.to_thread.run_sync(here.recv)  # it is there
+    cpu = time.process_time()
+    here.send("go")
+    overheads: list[float] = sorted(await anyio.to_thread.run_sync(here.recv))
+    cpu = time.process_time() - cpu
+    clients.join()
+    return overheads, cpu
+
+
+async def bare_server(answer: bytes, seconds: float) -> asyncio.Server:
+    """Return a server that reads requests and answers all alike."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reader.readexactly(content_length(head))
+                await asyncio.sleep(seconds)
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(answer), answer))
+        writer.close()
+
+    return await asyncio.start_server(serve, "127.0.0.1", 0, backlog=4096)
 
 
 def run_clients(parent: Connection, port: int, targets: list[tuple[str, str]], turns: int, engine_s: float) -> None:
@@ -140,8 +166,13 @@ async def read_answer(reader: asyncio.StreamReader) -> Any:
     """Return the body of a response."""
     head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200"), head
+    return json.loads(await reader.readexactly(content_length(head)))
+
+
+def content_length(head: bytes) -> int:
+    """Return the length of the body behind a head."""
     (length,) = (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
-    return json.loads(await reader.readexactly(length))
+    return length
 
 
 # --- one after the other
@@ -196,14 +227,14 @@ def selection_us(turns: int) -> tuple[float, float]:
     known = [PrefixHasher() for _ in range(rounds)]
     for hasher in known:
         hasher.hashes(json.loads(json.dumps(earlier)))
-    began = time.perf_counter()
+    began = time.process_time()
     for hasher, request in zip(known, copies, strict=True):
         select([], hasher.hashes(request), b"", allows_rollback=True)
-    incremental = time.perf_counter() - began
-    began = time.perf_counter()
+    incremental = time.process_time() - began
+    began = time.process_time()
     for request in copies:
         select([], PrefixHasher().hashes(request), b"", allows_rollback=True)
-    return incremental / rounds * 1e6, (time.perf_counter() - began) / rounds * 1e6
+    return incremental / rounds * 1e6, (time.process_time() - began) / rounds * 1e6
 
 
 def print_tokens(template: ChatTemplate, turns: int = 64) -> None:
@@ -221,18 +252,18 @@ def print_tokens(template: ChatTemplate, turns: int = 64) -> None:
     )
     hasher, chains = PrefixHasher(), list[Chain]()
     messages: list[Message] = []
-    began = time.perf_counter()
+    began = time.process_time()
     for number in range(turns):
         messages = [*messages, question()]
         step = makes.step(chains, TurnRequest(messages=messages), hasher.hashes(messages), b"")
         step.commit(turn, updated=number)
         chains = [step.chain]
         messages = [*messages, answer]
-    incremental = time.perf_counter() - began
-    began = time.perf_counter()
+    incremental = time.process_time() - began
+    began = time.process_time()
     for number in range(turns):
         template.encode(messages[: 2 * number + 1])
-    anew = time.perf_counter() - began
+    anew = time.process_time() - began
     print(f"tokens of {turns} turns: incremental {incremental * 1e3:.1f} ms, anew {anew * 1e3:.1f} ms")
     print(f"  anew / incremental = {anew / incremental:.1f}")
 

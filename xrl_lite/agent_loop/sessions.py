@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -17,6 +16,7 @@ from xrl_lite.agent_loop.session_loop import SessionLoop, row_of, tokenizer_of
 from xrl_lite.agent_loop.tool_agent import RowTools
 from xrl_lite.data import RolloutState, Row, SampleParams
 from xrl_lite.data.token_builder import OnRewrite
+from xrl_lite.data.tokenizer import read_template
 from xrl_lite.errors import ConfigError, did_you_mean
 from xrl_lite.settings import UserPath
 from xrl_lite.tools import Toolbox, ToolParser, ToolsConfig, load_tools, read_tools
@@ -102,7 +102,7 @@ class AgentsConfig(AgentLoopConfig):
             PluginError: a file or class of a tool cannot be loaded.
         """
         if self.chat_template is not None:
-            _read_template(self.chat_template)
+            read_template(self.chat_template)
         table = AgentTable(self.agent_loop_config_path)
         table.check(self.default_agent_loop)
         sources = read_tools(self.tools)
@@ -151,7 +151,7 @@ class SessionsAgentLoop(SessionLoop):
             config,
             rollout_ctl,
             judger,
-            tokenizer=_with_template_kwargs(tokenizer_of(config, tokenizer), config),
+            tokenizer=tokenizer_of(config, tokenizer).with_template(config.chat_template, config.template_kwargs),
             default_agent=config.default_agent_loop,
             session_timeout_s=config.session_timeout_s,
         )
@@ -252,18 +252,3 @@ def sampling_params_of(params: SampleParams) -> dict[str, Any]:
         "top_k": params.top_k,
         "repetition_penalty": params.repetition_penalty,
     }
-
-
-def _with_template_kwargs(tokenizer: Tokenizer, config: AgentsConfig) -> Tokenizer:
-    from xrl_lite.data.tokenizer import Tokenizer
-
-    changes = dict(config.template_kwargs)
-    if config.chat_template is not None:
-        changes["chat_template"] = _read_template(config.chat_template)
-    return Tokenizer(tokenizer.hf, template_kwargs={**tokenizer.template_kwargs, **changes}) if changes else tokenizer
-
-
-def _read_template(path: Path) -> str:
-    if not path.is_file():
-        raise ConfigError(f"chat_template: there is no file {path} (looked for {path.resolve()}).")
-    return path.read_text(encoding="utf-8")

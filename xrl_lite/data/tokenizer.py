@@ -47,6 +47,21 @@ class Tokenizer:
             )
         return cls(tokenizer, template_kwargs=template_kwargs)
 
+    def with_template(self, file: Path | None, template_kwargs: Mapping[str, Any]) -> Tokenizer:
+        """Return it with another chat template, and with further arguments of it.
+
+        Args:
+            file: Jinja file that takes the place of the model's own template; None keeps that.
+            template_kwargs: Passed to the template on top of those there are.
+
+        Raises:
+            ConfigError: there is no such file.
+        """
+        changes = dict(template_kwargs)
+        if file is not None:
+            changes["chat_template"] = read_template(file)
+        return Tokenizer(self.hf, template_kwargs={**self.template_kwargs, **changes}) if changes else self
+
     @property
     def hf(self) -> Any:
         """The transformers tokenizer inside."""
@@ -148,6 +163,17 @@ class Tokenizer:
     def _anchor(self) -> str | None:
         end = self._tokenizer.eos_token
         return end if end is not None and len(self.encode_text(end)) == 1 else None
+
+
+def read_template(file: Path) -> str:
+    """Return the text of a chat template.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not file.is_file():
+        raise ConfigError(f"chat_template: there is no file {file} (looked for {file.resolve()}).")
+    return file.read_text(encoding="utf-8")
 
 
 def check_model_folder(folder: Path) -> None:

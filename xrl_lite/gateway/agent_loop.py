@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from xrl_lite.agent_loop import AgentLoopConfig, AgentLoopOutput, RolloutCtl, SessionLoop, StateJudger
 from xrl_lite.agent_loop.session_loop import row_of, tokenizer_of
 from xrl_lite.data import RolloutState, Row, SampleParams
+from xrl_lite.data.tokenizer import read_template
 from xrl_lite.errors import ConfigError, RolloutError, did_you_mean, errors_as_themselves
 from xrl_lite.gateway.config import TRAINING_PARAMS, GatewayConfig
 from xrl_lite.gateway.gateway import Gateway, SessionHandle
@@ -115,6 +116,8 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
             ConfigError: a row names one that there is not, a program is missing, a function is not async.
             PluginError: a function cannot be loaded.
         """
+        if self.gateway.chat_template is not None:
+            read_template(self.gateway.chat_template)
         for name, agent in self.agents.items():
             agent.check(name)
         for row in rows:
@@ -211,10 +214,9 @@ class BlackBoxAgentLoop(SessionLoop):
         if self._serving is None:
             # a task of its own: what is entered must be left by the same task, and `aclose` may be another's
             self._serving = asyncio.create_task(self._serve(), name="gateway")
-        if not self._opened.is_set():
-            await self._opened.wait()
-        if self._serving.done():
-            await self._serving  # raises why it could not be opened
+        await self._opened.wait()
+        if not self.gateway.is_open:
+            await self._serving  # raises why
 
     async def aclose(self) -> None:
         """Close the gateway, and end the programs."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from xrl_lite.data.token_builder import OnRewrite
-from xrl_lite.settings import Settings
+from xrl_lite.settings import Settings, UserPath
 from xrl_lite.tools import PARSERS
 
 RequestParam = Literal[
@@ -31,6 +31,10 @@ class GatewayConfig(Settings):
     host: str = "127.0.0.1"
     """Address to listen on. The default is reached from this machine only."""
 
+    advertised_host: str | None = None
+    """Name of this machine in the URLs that agents get, where they run in containers or the like; `host` when not
+    given."""
+
     port: int = Field(default=0, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 
@@ -43,6 +47,9 @@ class GatewayConfig(Settings):
     tool_format: Annotated[str, AfterValidator(_known_format)] = "hermes"
     """Format in which the model calls tools: hermes, gpt-oss, qwen3_coder, glm, seed, minimax, kimi, deepseek, gemma,
     or your own."""
+
+    chat_template: UserPath | None = None
+    """Jinja file that takes the place of the model's own chat template, for example one that knows tools."""
 
     template_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Arguments of the chat template, for example {enable_thinking: false}."""

@@ -109,7 +109,7 @@ class Gateway:
 
     Raises:
         TemplateError: the model's chat template fails its self-test.
-        ConfigError: a package is missing.
+        ConfigError: a package or the file of the chat template is missing.
         OSError: the port is taken.
     """
 
@@ -130,8 +130,7 @@ class Gateway:
         self.max_trajectory_tokens = config.max_trajectory_tokens or max_trajectory_tokens
         """Prompt and response of a trajectory together; None where only the engine knows."""
         self._sample_params = sample_params or SampleParams()
-        if config.template_kwargs:
-            tokenizer = Tokenizer(tokenizer.hf, template_kwargs={**tokenizer.template_kwargs, **config.template_kwargs})
+        tokenizer = tokenizer.with_template(config.chat_template, config.template_kwargs)
         self._tokenizer = tokenizer
         self._parser = ToolParser.get_tool_parser(config.tool_format, tokenizer)
         self._template = ChatTemplate(
@@ -147,25 +146,9 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         _check_installed()
-        from xrl_lite.gateway.listener import Listener
-
-        listening = _listen(self.config.host, self.config.port)
-        tasks = await self._stack.enter_async_context(_cancelled_at_end())
-        self._parts = SessionParts(
-            rollout_ctl=self._rollout_ctl,
-            tokenizer=self._tokenizer,
-            template=self._template,
-            parser=self._parser,
-            config=self.config,
-            max_trajectory_tokens=self.max_trajectory_tokens,
-            tasks=tasks,
-            resume_aborted=self._resume_aborted,
-        )
-        self._listener = Listener(self, listening)
-        await self._stack.enter_async_context(self._listener.serving(tasks))
-        self._stack.push_async_callback(self._abort_all)  # first of all, so that clients still hear of it
-        if self.config.idle_timeout_s is not None:
-            tasks.start_soon(self._abort_idle, self.config.idle_timeout_s)
+        async with AsyncExitStack() as stack:
+            await self._open_on(stack)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
@@ -175,10 +158,16 @@ class Gateway:
             await self._stack.__aexit__(kind, error, trace)
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has been entered, and listens."""
+        return self._listener is not None
+
+    @property
     def url(self) -> str:
-        """Where it listens, without a path."""
+        """Where it is reached, without a path."""
         assert self._listener is not None, "it is entered"
         host, port = self._listener.address
+        host = self.config.advertised_host or host
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     @property
@@ -280,6 +269,29 @@ class Gateway:
         return session
 
     # --- end
+
+    async def _open_on(self, stack: AsyncExitStack) -> None:
+        """Listen, until the stack is closed."""
+        from xrl_lite.gateway.listener import Listener
+
+        listening = stack.enter_context(_listen(self.config.host, self.config.port))
+        tasks = await stack.enter_async_context(_cancelled_at_end())
+        self._parts = SessionParts(
+            rollout_ctl=self._rollout_ctl,
+            tokenizer=self._tokenizer,
+            template=self._template,
+            parser=self._parser,
+            config=self.config,
+            max_trajectory_tokens=self.max_trajectory_tokens,
+            tasks=tasks,
+            resume_aborted=self._resume_aborted,
+        )
+        listener = Listener(self, listening)
+        await stack.enter_async_context(listener.serving(tasks))
+        stack.push_async_callback(self._abort_all)  # first of all, so that clients still hear of it
+        if self.config.idle_timeout_s is not None:
+            tasks.start_soon(self._abort_idle, self.config.idle_timeout_s)
+        self._listener = listener
 
     async def _close(self, session: Session) -> None:
         if self._open.pop(session.session_id, None) is None:

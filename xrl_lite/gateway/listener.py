@@ -27,7 +27,7 @@ class Listener:
 
     Args:
         gateway: What is served.
-        listening: A bound socket; is closed at the end.
+        listening: A bound socket.
     """
 
     def __init__(self, gateway: Gateway, listening: socket.socket) -> None:
@@ -58,7 +58,6 @@ class Listener:
                 with anyio.CancelScope(shield=True):  # it ends by word, so that it can close its connections
                     await self._server.serve(sockets=[self._socket])
             finally:
-                self._socket.close()
                 ended.set()
 
         self._socket.listen(_BACKLOG)  # who connects before the server runs waits for it

@@ -234,12 +234,12 @@ class Session:
         if earlier is not None:
             return earlier
         step = self._step(request)
+        params = self._params(request, step)
         pending = PendingTurn(digest)
         pending.on_left = self._left
         self._by_digest.setdefault(digest, []).append(pending)
         if idempotency_key is not None:
             self._by_key[idempotency_key] = pending
-        params = self._params(request, step)
         if params is None:
             full = self._full(step, request)
             self._remember(pending, full)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from xrl_lite.agent_loop import TaskSpecConfig
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Row, SampleParams, Status
 from xrl_lite.errors import ActorUnavailableError, ConfigError, PluginError, RolloutError
-from xrl_lite.gateway import BlackBoxAgentsConfig, SessionHandle
+from xrl_lite.gateway import BlackBoxAgentsConfig, GatewayConfig, SessionHandle
 
 HERE = "tests.unit.gateway.test_black_box"
 
@@ -225,6 +226,13 @@ async def test_samples_have_seeds_of_their_own_and_the_same_in_every_run() -> No
         ids.append(sorted(request.rollout_id for request in rollout.requests))
     assert ids[0] == ids[1]
     assert len(set(ids[0])) == 3
+
+
+async def test_a_port_that_is_taken_ends_the_run_before_its_first_attempt() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await run(config_of("gives_no_reward", gateway=GatewayConfig(port=port)))
 
 
 async def test_requests_of_agents_that_are_trained_do_not_choose_the_distribution() -> None:

@@ -382,8 +382,9 @@ async def test_answers_end_where_the_trajectory_is_full_and_then_it_ends() -> No
 
 async def test_w6_a_prompt_longer_than_the_context_is_refused_and_no_failure() -> None:
     async with open_session(answering(), limit=5) as session:
-        with pytest.raises(Refusal, match="maximum context length is 5 tokens") as caught:
-            await ask(session, [U1])
+        for is_retry in (False, True):
+            with pytest.raises(Refusal, match="maximum context length is 5 tokens") as caught:
+                session.submit(TurnRequest(messages=[U1]), digest=b"same", is_retry=is_retry)
         result = await session.finalize()
     assert (caught.value.status, caught.value.is_retryable) == (400, False)
     assert (result.was_truncated, result.failure) == (True, None)
