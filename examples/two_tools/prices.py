@@ -2,7 +2,7 @@
 
     python examples/two_tools/prices.py [FOLDER]        # writes prices-train.jsonl and prices-eval.jsonl
 
-Every prompt shows one question that was answered with both tools, then asks another. The reward is built up, so that a
+Every prompt shows two questions that were answered with both tools, then asks another. The reward is built up, so that a
 model that never called a tool before has something to climb:
 
     0.2   some call was carried out
@@ -22,7 +22,8 @@ from typing import Any
 from xrl_lite.tools import function_tool
 
 PRICES = {"pen": 3, "book": 12, "cup": 5, "lamp": 21, "chair": 40, "bag": 17, "hat": 9, "ball": 6}
-NUM_HELD_OUT = 16
+SHOWN = [(4, "book"), (2, "pen")]
+NUM_HELD_OUT = 12
 
 
 @function_tool
@@ -65,15 +66,15 @@ def compute_score(
     return {"score": score, "acc": float(right), "both_tools": float(used == {"price", "multiply"})}
 
 
-def make_rows(problems: list[tuple[int, str]], shown: tuple[int, str] = (2, "pen")) -> list[dict[str, Any]]:
-    """Return a row per problem, each with one that is answered before it."""
-    example = _answered(*shown)
+def make_rows(problems: list[tuple[int, str]]) -> list[dict[str, Any]]:
+    """Return a row per problem, each with two that are answered before it."""
+    examples = [message for shown in SHOWN for message in _answered(*shown)]
     return [
         {
-            "prompt": [*example, _question(count, item)],
+            "prompt": [*examples, _question(count, item)],
             "data_source": "prices",
             "reward_model": {"ground_truth": str(count * PRICES[item])},
-            "extra_info": {"item": item, "num_prompt_messages": len(example) + 1},
+            "extra_info": {"item": item, "num_prompt_messages": len(examples) + 1},
         }
         for count, item in problems
     ]
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path("~/.cache/xrl-lite"))
     folder: Path = parser.parse_args().folder.expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    problems = [(count, item) for count in range(2, 10) for item in PRICES if item != "pen"]
+    problems = [(count, item) for count in range(2, 10) for item in PRICES if item not in dict(SHOWN).values()]
     random.Random(0).shuffle(problems)
     for name, part in (("train", problems[NUM_HELD_OUT:]), ("eval", problems[:NUM_HELD_OUT])):
         path = folder / f"prices-{name}.jsonl"
