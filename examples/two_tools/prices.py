@@ -2,8 +2,8 @@
 
     python examples/two_tools/prices.py [FOLDER]        # writes prices-train.jsonl and prices-eval.jsonl
 
-Every prompt shows two questions that were answered with both tools, then asks another. The reward is built up, so that a
-model that never called a tool before has something to climb:
+Every prompt shows two questions that were answered with both tools, then asks another. The reward is built up, so that
+a model that never called a tool before has something to climb:
 
     0.2   some call was carried out
     0.5   the price of the right thing was looked up
