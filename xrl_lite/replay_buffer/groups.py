@@ -200,15 +200,6 @@ class GroupTable:
         del self._groups[group.uid]
         del self.partition(group.partition_id).order[group.uid]
 
-    def put_back(self, group: PromptGroup) -> None:
-        """Add a group that was taken out, at its old place: before all that were admitted after it."""
-        order = self.partition(group.partition_id).order
-        self.add(group)
-        earlier = [uid for uid, other in order.items() if other.ordinal < group.ordinal]
-        order.move_to_end(group.uid, last=False)
-        for uid in reversed(earlier):
-            order.move_to_end(uid, last=False)
-
     def move_last(self, group: PromptGroup) -> None:
         """Give a group the last place of its partition."""
         self.partition(group.partition_id).order.move_to_end(group.uid)
