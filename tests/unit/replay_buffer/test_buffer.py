@@ -172,12 +172,16 @@ async def test_cancelling_a_wait_leaves_the_buffer_as_it_was() -> None:
 
 async def test_the_age_of_what_was_taken_is_measured_by_its_tokens() -> None:
     buffer = make_buffer("separate_async")
-    leases = await admit(buffer, "a", step=3)
+    leases = await admit(buffer, "a", "b", step=3)
+    await buffer.finish(leases["b"], [make_state(response_model_steps=[4, 4])])
+    assert buffer.queue_metrics("train")["buffer/oldest_version"] == 4
     await buffer.finish(leases["a"], [make_state(response_model_steps=[2, 4])])
+    assert buffer.queue_metrics("train")["buffer/oldest_version"] == 2
     _, metrics = await buffer.sample(6, "train", 1)
     assert metrics["training/off_policy/trajectory_spans/max"] == 3
     assert metrics["training/off_policy/trajectory_staleness/mean"] == 1
     assert metrics["training/off_policy/trajectory_staleness_worst/max"] == metrics["off_policy/max"] == 3
+    assert metrics["buffer/oldest_version"] == 4
 
 
 async def test_a_long_wait_says_what_for(caplog: pytest.LogCaptureFixture) -> None:
