@@ -2,6 +2,7 @@
 
     python examples/benchmarks/trainers.py                        # everything but the real runs
     python examples/benchmarks/trainers.py buffer                 # insert and sample, in memory and on the disk
+    python examples/benchmarks/trainers.py buffer --trajectories 1000000 --response-tokens 64
     python examples/benchmarks/trainers.py driver                 # CPU of the driver per trajectory, nothing generated
     python examples/benchmarks/trainers.py overlap                # modes in simulated time: how near to the bound
     python examples/benchmarks/trainers.py schedules              # staleness over random schedules, in simulated time
@@ -58,7 +59,7 @@ from xrl_lite.replay_buffer import (
     build_replay_buffer,
 )
 
-PROMPT_TOKENS, RESPONSE_TOKENS = 512, 1536
+PROMPT_TOKENS = 512
 GROUP_SIZE = 8
 GROUPS_PER_STEP = 32
 ROWS = [Row(index=n, prompt=[{"role": "user", "content": "x"}], ground_truth="1") for n in range(2_000)]
@@ -71,6 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("part", nargs="?", choices=["all", *PARTS, *REAL], default="all", help="what to measure")
     parser.add_argument("--trajectories", type=int, default=100_000)
+    parser.add_argument("--response-tokens", type=int, default=1536, help="of each trajectory in the buffer")
     parser.add_argument("--schedules", type=int, default=1_000, help="how many random schedules")
     parser.add_argument("--seeds", type=int, default=3, help="real runs: seeds")
     parser.add_argument("--steps", type=int, default=150, help="real runs: steps of each")
@@ -87,30 +89,31 @@ def main() -> None:
 
 def measure_buffers(options: argparse.Namespace) -> dict[str, Any]:
     """Buffers in memory and on the disk."""
-    figures = {"buffer in memory": measure_buffer(options.trajectories, None, level=0)}
+    size, tokens = options.trajectories, options.response_tokens
+    figures = {"buffer in memory": measure_buffer(size, tokens, None, level=0)}
     for level in (0, 1):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            figures[f"buffer on disk, compression {level}"] = measure_buffer(
-                options.trajectories, Path(folder), level=level
-            )
+            figures[f"buffer on disk, compression {level}"] = measure_buffer(size, tokens, Path(folder), level=level)
     return figures
 
 
-def measure_buffer(num_trajectories: int, folder: Path | None, *, level: int) -> dict[str, Any]:
-    """Insert and sample groups of trajectories of 2 k tokens; as much waits as in an asynchronous run."""
+def measure_buffer(num_trajectories: int, response_tokens: int, folder: Path | None, *, level: int) -> dict[str, Any]:
+    """Insert and sample groups; as much waits as in an asynchronous run."""
     settings = ReplayBufferConfig(storage=StorageConfig(keep_steps=None))
     store = SQLiteStore(folder / "buffer.sqlite", compression_level=level) if folder else MemoryStore()
-    figure = asyncio.run(fill_and_drain(num_trajectories, settings, store))
+    figure = asyncio.run(fill_and_drain(num_trajectories, response_tokens, settings, store))
     if folder:
         size = sum(path.stat().st_size for path in folder.iterdir())
-        figure["bytes_per_token"] = round(size / num_trajectories / (PROMPT_TOKENS + RESPONSE_TOKENS), 2)
+        figure["bytes_per_token"] = round(size / num_trajectories / (PROMPT_TOKENS + response_tokens), 2)
     show(f"buffer {'on disk' if folder else 'in memory'}, compression {level}", figure)
     return figure
 
 
-async def fill_and_drain(num_trajectories: int, settings: ReplayBufferConfig, store: Any) -> dict[str, Any]:
+async def fill_and_drain(
+    num_trajectories: int, response_tokens: int, settings: ReplayBufferConfig, store: Any
+) -> dict[str, Any]:
     buffer = build_replay_buffer(settings, trainer_mode="separate_async", store=store)
-    make = trajectory_maker()
+    make = trajectory_maker(response_tokens)
     num_groups = num_trajectories // GROUP_SIZE
     num_steps = num_groups // GROUPS_PER_STEP
     tenths: list[float] = []
@@ -160,23 +163,23 @@ async def insert(buffer: ReplayBuffer, batch: list[list[RolloutState]], first: i
             tasks.create_task(buffer.finish(buffer.start(group.uid), states))
 
 
-def trajectory_maker() -> Callable[[int], list[RolloutState]]:
+def trajectory_maker(response_tokens: int) -> Callable[[int], list[RolloutState]]:
     """Return what makes groups; tokens follow a power law, log-probs are noise, as those of a model."""
     generator = random.Random(0)
     row = Row(index=0, prompt=[{"role": "user", "content": "word " * PROMPT_TOKENS}], ground_truth="1")
     prompt_ids = [int(generator.paretovariate(0.6)) % VOCABULARY for _ in range(PROMPT_TOKENS)]
-    ids = [int(generator.paretovariate(0.6)) % VOCABULARY for _ in range(RESPONSE_TOKENS + 1000)]
-    logprobs = [-math.ldexp(generator.getrandbits(23), -23) for _ in range(RESPONSE_TOKENS + 1000)]
-    text = " ".join(f"word{token}" for token in ids[:RESPONSE_TOKENS])
+    ids = [int(generator.paretovariate(0.6)) % VOCABULARY for _ in range(response_tokens + 1000)]
+    logprobs = [-math.ldexp(generator.getrandbits(23), -23) for _ in range(response_tokens + 1000)]
+    text = " ".join(f"word{token}" for token in ids[:response_tokens])
 
     def make(number: int) -> list[RolloutState]:
         group = make_group(row, prompt_ids, number, GROUP_SIZE, task_name="t")
         for place, state in enumerate(group):
             start = (number * GROUP_SIZE + place) % 1000
-            state.response_ids = ids[start : start + RESPONSE_TOKENS]
-            state.logprobs = logprobs[start : start + RESPONSE_TOKENS]
-            state.response_mask = [1] * RESPONSE_TOKENS
-            state.response_model_steps = [number] * RESPONSE_TOKENS
+            state.response_ids = ids[start : start + response_tokens]
+            state.logprobs = logprobs[start : start + response_tokens]
+            state.response_mask = [1] * response_tokens
+            state.response_model_steps = [number] * response_tokens
             state.response, state.finish_reason, state.reward = text, "stop", {"score": float(place % 2)}
             state.status = Status.COMPLETED
         return group

@@ -27,8 +27,7 @@ from xrl_lite.trainer.run_folder import RunFolder
 
 
 class SlowEngine(Engine):
-    """Trains for a second, hands its weights over without a thread, which virtual time would not wait for, and asks for
-    a stop in a step if told to."""
+    """Trains for a second, and asks for a stop in a step if told to."""
 
     def __init__(self, stop_in_step: int) -> None:
         super().__init__()
@@ -39,10 +38,6 @@ class SlowEngine(Engine):
         await anyio.sleep(1.0)
         self.stop.requested = batch.step == self.stop_in_step
         return await super().train_batch(batch)
-
-    async def open_weights(self, version: int, *, adapters_only: bool = False) -> Any:
-        weights = iter(self._weights().items())
-        return self._attached().open(weights, version=version, num_updates=self.num_updates, adapter=None)
 
 
 class SlowJudger(Judger):

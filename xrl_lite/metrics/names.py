@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 VERL_NAMES = {
     "reward": "critic/score/mean",
+    "reward_max": "critic/score/max",
+    "reward_min": "critic/score/min",
+    "advantages/mean": "critic/advantages/mean",
+    "advantages/max": "critic/advantages/max",
+    "advantages/min": "critic/advantages/min",
+    "prompts/mean_length": "prompt_length/mean",
+    "completions/min_length": "response_length/min",
     "completions/mean_length": "response_length/mean",
     "completions/max_length": "response_length/max",
     "completions/clipped_ratio": "response_length/clip_ratio",
@@ -32,6 +40,23 @@ VERL_NAMES = {
 """Our name -> verl's. Eviction and staleness have verl's names already."""
 
 
+_OF_ATTEMPTS = re.compile(r"eval/(.+)/(mean|pass|maj)@(\d+)")
+_VERL_METRIC = {"mean": "mean@{}", "pass": "best@{}/mean", "maj": "maj@{}/mean"}
+"""The best of k right-or-wrong answers is right as often as pass@k says."""
+
+
+def verl_name(name: str) -> str | None:
+    """Return what verl calls a metric; None if it has none of the kind.
+
+    ``eval/<way>/<data source>/pass@8`` is ``val-core/<way>/<data source>/acc/best@8/mean`` there.
+    """
+    found = _OF_ATTEMPTS.fullmatch(name)
+    if found is None:
+        return VERL_NAMES.get(name)
+    where, kind, k = found.groups()
+    return f"val-core/{where}/acc/{_VERL_METRIC[kind].format(k)}"
+
+
 def with_verl_names(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics, and those that verl has once more under its names."""
-    return {**metrics, **{VERL_NAMES[name]: value for name, value in metrics.items() if name in VERL_NAMES}}
+    return {**metrics, **{verl: value for name, value in metrics.items() if (verl := verl_name(name)) is not None}}

@@ -127,7 +127,6 @@ class ReplayBuffer:
         self._changed = anyio.Event()
         self._deadlines: list[tuple[float, str, int]] = []
         self._held: dict[str, set[str]] = {}
-        self._being_taken: Counter[str] = Counter()
         self._memory_bytes = 0
         self._tally = SampleTally()
         self.outcomes: Counter[GroupStatus] = Counter()
@@ -344,6 +343,7 @@ class ReplayBuffer:
 
     def expire(self, group: PromptGroup) -> None:
         """Mark a group some attempts of which were reset, to be made again. It keeps its place."""
+        self._count_memory(group, -1)
         with self.table.changing(group):
             group.status = GroupStatus.EXPIRED
             group.measure()
@@ -358,6 +358,7 @@ class ReplayBuffer:
         if spilled:
             for group, states in zip(spilled, await self.store.load_states(spilled), strict=True):
                 group.states, group.is_spilled = states, False
+                self._count_memory(group, 1)
 
     def evict_stale(self, group: PromptGroup, global_steps: int) -> None:
         """Let a group leave that is too old for a step; it is counted as such."""
@@ -452,19 +453,9 @@ class ReplayBuffer:
     async def take_groups(self, uids: Sequence[str], global_steps: int) -> list[PromptGroup]:
         """Take groups out to train on them in a step, with their attempts. Cancelling leaves them where they were."""
         groups = [self._group(uid, "take") for uid in uids]
+        await self.load(groups)  # before they leave: what has left makes room for others
         for group in groups:
             self._forget(group)
-        self._being_taken.update(group.partition_id for group in groups)
-        try:
-            await self.load(groups)
-        except BaseException:
-            for group in groups:
-                self.table.put_back(group)
-                if not group.is_spilled and group.status is GroupStatus.FINISHED:
-                    self._memory_bytes += _size_bytes(group)
-            raise
-        finally:
-            self._being_taken.subtract(group.partition_id for group in groups)
         self.store.take(groups, global_steps)
         self.events.record("sampled", step=global_steps, groups=[group.uid for group in groups])
         self._notify()
@@ -510,8 +501,7 @@ class ReplayBuffer:
 
         Those that `take_groups` is about to return still do.
         """
-        listed = self.count(partition_id) - self.count(partition_id, GroupStatus.FAILURE, *PARKED)
-        return listed + self._being_taken[partition_id]
+        return self.count(partition_id) - self.count(partition_id, GroupStatus.FAILURE, *PARKED)
 
     @property
     def num_admitted(self) -> int:
@@ -675,8 +665,11 @@ class ReplayBuffer:
     def _forget(self, group: PromptGroup) -> None:
         self._release(group)
         self.table.remove(group)
-        if not group.is_spilled and group.status is GroupStatus.FINISHED:
-            self._memory_bytes -= _size_bytes(group)
+        self._count_memory(group, -1)
+
+    def _count_memory(self, group: PromptGroup, sign: int) -> None:
+        if group.status is GroupStatus.FINISHED and not group.is_spilled:
+            self._memory_bytes += sign * _size_bytes(group)
 
     def _pool_key(self, group: PromptGroup) -> int:
         return (group.min_version or 0) if self.settings.replay_policy == "staleness" else 0

@@ -20,9 +20,9 @@
     stopped               the run was asked to end                step
     over                  no step will follow
 
-Every line has ``n`` (counts from 1) and ``t`` (seconds since the log was opened). What comes from outside (an answer, a
-death, a training step that took so long) and what the run decided upon it (whom to admit, drop, sample) stand side by
-side, so a run can be repeated from its log alone: `xrl_lite.trainer.replay`.
+Every line has ``n`` (counts from 1) and ``t`` (seconds), both since the log was opened. What comes from outside (an
+answer, a death, a training step that took so long) and what the run decided upon it (whom to admit, drop, sample) stand
+side by side, so a run can be repeated from its log alone: `xrl_lite.trainer.replay`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from xrl_lite.data import RolloutState, version_range
 
@@ -73,7 +73,7 @@ class EventLog(Events):
         self._opened = clock()
         self._number = 0
         self._is_over = False
-        self._file = None if path is None else path.open("a", encoding="utf-8", buffering=1)
+        self._file = None if path is None else _opened(path)
 
     def record(self, event: str, **fields: Any) -> None:
         if self._is_over:
@@ -89,6 +89,14 @@ class EventLog(Events):
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _opened(path: Path) -> TextIO:
+    """Open a file behind its last whole line: what a kill tore off is in nobody's way."""
+    if path.exists():
+        with path.open("rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8", buffering=1)
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -7,8 +7,11 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TypeVar
 
 from xrl_lite.data import RolloutState, version_range
+
+K = TypeVar("K")
 
 
 class GroupStatus(Enum):
@@ -173,15 +176,18 @@ class GroupTable:
 
     def partition(self, partition_id: str) -> Partition:
         """Return a partition; an empty one if it has no group yet."""
-        return self._partitions.setdefault(partition_id, Partition())
+        partition = self._partitions.get(partition_id)
+        if partition is None:
+            partition = self._partitions[partition_id] = Partition()
+        return partition
 
     def pool(self, partition_id: str, task_name: str, status: GroupStatus) -> Pool:
         """Return the groups of a task in a status."""
-        return self._pools.setdefault((partition_id, task_name, status), Pool())
+        return _pool_of(self._pools, (partition_id, task_name, status))
 
     def by_version(self, partition_id: str, task_name: str) -> Pool:
         """Return the groups of a task that hold tokens and may become too old, oldest version first."""
-        return self._versions.setdefault((partition_id, task_name), Pool())
+        return _pool_of(self._versions, (partition_id, task_name))
 
     def oldest_version(self, partition_id: str) -> int | None:
         """Return the oldest policy version among tokens that wait; None if there are none."""
@@ -199,15 +205,6 @@ class GroupTable:
         self._leave(group)
         del self._groups[group.uid]
         del self.partition(group.partition_id).order[group.uid]
-
-    def put_back(self, group: PromptGroup) -> None:
-        """Add a group that was taken out, at its old place: before all that were admitted after it."""
-        order = self.partition(group.partition_id).order
-        self.add(group)
-        earlier = [uid for uid, other in order.items() if other.ordinal < group.ordinal]
-        order.move_to_end(group.uid, last=False)
-        for uid in reversed(earlier):
-            order.move_to_end(uid, last=False)
 
     def move_last(self, group: PromptGroup) -> None:
         """Give a group the last place of its partition."""
@@ -259,6 +256,13 @@ class GroupTable:
         self.pool(group.partition_id, group.task_name, group.status).discard(group.pool_key, group.uid)
         if group.status in AGEING and group.min_version is not None:
             self.by_version(group.partition_id, group.task_name).discard(group.min_version, group.uid)
+
+
+def _pool_of(pools: dict[K, Pool], key: K) -> Pool:
+    pool = pools.get(key)
+    if pool is None:
+        pool = pools[key] = Pool()
+    return pool
 
 
 def _decrease(counter: Counter[int], key: int) -> None:

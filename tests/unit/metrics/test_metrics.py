@@ -58,6 +58,20 @@ def test_verl_names_stand_beside_ours() -> None:
     assert with_verl_names({"reward": 0.5, "mine": 1.0}) == {"reward": 0.5, "mine": 1.0, "critic/score/mean": 0.5}
 
 
+@pytest.mark.parametrize(
+    ("ours", "verls"),
+    [
+        ("eval/sampled/mean@8", {"val-core/sampled/acc/mean@8"}),
+        ("eval/sampled/gsm8k/pass@4", {"val-core/sampled/gsm8k/acc/best@4/mean"}),
+        ("eval/sampled/maj@8", {"val-core/sampled/acc/maj@8/mean"}),
+        ("eval/sampled/maj@8/low", set[str]()),
+        ("time/train", {"timing_s/update_actor"}),
+    ],
+)
+def test_what_verl_calls_a_metric(ours: str, verls: set[str]) -> None:
+    assert set(with_verl_names({ours: 1.0})) == {ours} | verls
+
+
 # --- loggers
 
 

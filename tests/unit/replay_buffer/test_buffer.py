@@ -21,6 +21,7 @@ from xrl_lite.replay_buffer import (
     BlockingReplayBuffer,
     GroupStatus,
     Lease,
+    MemoryStore,
     PromptGroup,
     ReplayBuffer,
     ReplayBufferConfig,
@@ -110,6 +111,38 @@ async def test_sample_waits_for_the_oldest_even_when_younger_ones_are_done() -> 
     assert uids(taken) == ["a"]
 
 
+class SlowDisk(MemoryStore):
+    """Keeps attempts, and gives them back when it is told to."""
+
+    is_durable = True
+
+    def __init__(self) -> None:
+        self.may_read = anyio.Event()
+        self.kept: dict[str, list[RolloutState]] = {}
+
+    def write_states(self, group: PromptGroup) -> None:
+        self.kept[group.uid] = group.states
+
+    async def load_states(self, groups: Sequence[PromptGroup]) -> list[list[RolloutState]]:
+        await self.may_read.wait()
+        return [self.kept[group.uid] for group in groups]
+
+
+async def test_what_is_being_read_from_the_disk_still_waits_and_makes_no_room() -> None:
+    disk = SlowDisk()
+    settings = ReplayBufferConfig.model_validate({"storage": {"max_memory_bytes": 1}})
+    buffer = build_replay_buffer(settings, trainer_mode="separate_async", store=disk)
+    leases = await admit(buffer, "a")
+    await buffer.finish(leases["a"], scored(1.0))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(buffer.sample, 1, "train", 1)
+        await wait_all_tasks_blocked()
+        assert buffer.num_waiting("train") == 1
+        disk.may_read.set()
+    assert buffer.num_waiting("train") == 0
+    assert buffer.queue_metrics("train")["buffer/memory_mb"] == 0.0
+
+
 async def test_partitions_do_not_mix() -> None:
     buffer = make_buffer()
     leases = await admit(buffer, "v", partition="val") | await admit(buffer, "t")
@@ -139,12 +172,16 @@ async def test_cancelling_a_wait_leaves_the_buffer_as_it_was() -> None:
 
 async def test_the_age_of_what_was_taken_is_measured_by_its_tokens() -> None:
     buffer = make_buffer("separate_async")
-    leases = await admit(buffer, "a", step=3)
+    leases = await admit(buffer, "a", "b", step=3)
+    await buffer.finish(leases["b"], [make_state(response_model_steps=[4, 4])])
+    assert buffer.queue_metrics("train")["buffer/oldest_version"] == 4
     await buffer.finish(leases["a"], [make_state(response_model_steps=[2, 4])])
+    assert buffer.queue_metrics("train")["buffer/oldest_version"] == 2
     _, metrics = await buffer.sample(6, "train", 1)
     assert metrics["training/off_policy/trajectory_spans/max"] == 3
     assert metrics["training/off_policy/trajectory_staleness/mean"] == 1
     assert metrics["training/off_policy/trajectory_staleness_worst/max"] == metrics["off_policy/max"] == 3
+    assert metrics["buffer/oldest_version"] == 4
 
 
 async def test_a_long_wait_says_what_for(caplog: pytest.LogCaptureFixture) -> None:

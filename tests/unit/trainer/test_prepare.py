@@ -48,6 +48,14 @@ async def test_tokens_advantages_and_masks_have_the_length_of_the_response() -> 
     assert metrics["num_tokens"] == 3
 
 
+def test_lengths_are_counted_with_and_without_what_was_cut_off() -> None:
+    cut = scored(0.0, response_ids=[7] * 6, logprobs=[-0.3] * 6, response_mask=[1] * 6, finish_reason="length")
+    _, metrics = prepare_train_data([[scored(1.0), cut]])
+    lengths = {name: metrics[f"completions/{name}_length"] for name in ("min", "mean", "max", "mean_terminated")}
+    assert lengths == {"min": 2.0, "mean": 4.0, "max": 6.0, "mean_terminated": 2.0}
+    assert metrics["completions/clipped_ratio"] == 0.5
+
+
 async def test_a_missing_mask_means_every_token_and_masked_ones_have_no_advantage() -> None:
     batch, _ = prepare_train_data([[scored(1.0, response_mask=None), scored(0.0, response_mask=[0, 1])]])
     assert batch.response_masks == [[1, 1], [0, 1]]
@@ -75,7 +83,7 @@ def test_reward_parts_that_only_some_samples_have_are_averaged_over_those() -> N
     groups = [[make_state(reward={"score": 1.0, "format": 0.5}), make_state(reward={"score": 0.0})]]
     batch, metrics = prepare_train_data(groups)
     assert metrics["rewards/format/mean"] == 0.5
-    assert metrics["rewards/score/mean"] == 0.5
+    assert (metrics["rewards/score/mean"], metrics["rewards/score/std"]) == (0.5, 0.5)
     assert batch.reward_parts is not None
     assert math.isnan(batch.reward_parts["format"][1])
 
