@@ -19,7 +19,7 @@ from anyio.abc import TaskGroup
 
 from xrl_lite.agent_loop import AgentLoop, AgentLoopManagerConfig
 from xrl_lite.errors import RolloutError, errors_as_themselves
-from xrl_lite.replay_buffer import PromptGroup, ReplayBuffer
+from xrl_lite.replay_buffer import Lease, PromptGroup, ReplayBuffer
 
 MAX_GROUPS = 2
 
@@ -39,7 +39,7 @@ class LongestFirst:
         self._loops = agent_loops
         self._buffer = replay_buffer
         self._timeout_s = config.group_timeout_s
-        self._waiting: list[tuple[int, int, PromptGroup]] = []
+        self._waiting: list[tuple[int, int, PromptGroup, Lease]] = []
         self._tasks: TaskGroup | None = None
         self._num_running = 0
 
@@ -60,31 +60,36 @@ class LongestFirst:
         """Let groups run while inside. The trainer enters it if there is one."""
         with errors_as_themselves():
             async with anyio.create_task_group() as self._tasks:
-                yield
-                self._tasks.cancel_scope.cancel()
+                try:
+                    yield
+                finally:
+                    self._tasks.cancel_scope.cancel()
+                    for *_, lease in self._waiting:  # they wait to be begun again
+                        self._buffer.put_back(lease)
+                    self._waiting.clear()
 
     def generate_sequences(self, prompts: Sequence[PromptGroup]) -> None:
         """Take groups, and return at once."""
         for group in prompts:
-            heapq.heappush(self._waiting, (-_length(group), group.ordinal, group))
+            lease = self._buffer.start(group.uid, worker=type(self).__name__, timeout_s=self._timeout_s)
+            heapq.heappush(self._waiting, (-_length(group), group.ordinal, group, lease))
         self._begin()
 
     def _begin(self) -> None:
         while self._waiting and self._num_running < MAX_GROUPS:
             assert self._tasks is not None, "inside `running`"
-            *_, group = heapq.heappop(self._waiting)
+            *_, group, lease = heapq.heappop(self._waiting)
             self._num_running += 1
-            self._tasks.start_soon(self._run, group)
+            self._tasks.start_soon(self._run, group, lease)
 
-    async def _run(self, group: PromptGroup) -> None:
-        lease = self._buffer.start(group.uid, worker=type(self).__name__, timeout_s=self._timeout_s)
+    async def _run(self, group: PromptGroup, lease: Lease) -> None:
         try:
             states = await self._loops[group.task_name].generate_group(group.states)
             await self._buffer.finish(lease, states)
         except RolloutError as error:
             await self._buffer.fail(lease, str(error))
         finally:
-            self._buffer.put_back(lease)  # what was cancelled waits to be run again
+            self._buffer.put_back(lease)  # only what was cancelled: the others have ended
             self._num_running -= 1
         self._begin()
 

@@ -533,6 +533,33 @@ async def test_a_manager_of_the_users_takes_our_place() -> None:
     assert [group.uid for group in taken] == ["t-0", "t-1"]
 
 
+async def test_the_manager_of_the_examples_runs_few_groups_at_once_and_gives_back_what_waits() -> None:
+    config = AgentLoopManagerConfig(agent_loop_manager_class="examples.own_manager:LongestFirst")
+    hold = anyio.Event()
+    running: list[Any] = []
+
+    def slow(state: RolloutState) -> Any:
+        running.append(state.extra_fields["row"])
+        return hold.wait() if state.extra_fields["row"] < 3 else None
+
+    ours = make_producer(Scripted(slow), group_size=1)
+    buffer = ours.replay_buffer
+    manager = await create_agent_loop_manager(
+        config, llm_client=None, replay_buffer=buffer, agent_loops={"t": Scripted(slow)}, judger=None
+    )
+    producer = Producer(list(ours.tasks.values()), manager=manager, replay_buffer=buffer, limits=QUICK)
+    async with producer.running():
+        await producer.produce_batch(4, train_step=1)
+        await wait_all_tasks_blocked()
+        assert running == [0, 1]
+    assert buffer.count("train", GroupStatus.RUNNING) == 0
+    hold.set()
+    async with producer.running():
+        await producer.redispatch()
+        groups, _ = await buffer.sample(1, "train", 4)
+    assert rows_of(groups) == [0, 1, 2, 3]
+
+
 async def test_a_manager_without_the_two_methods_is_refused() -> None:
     config = AgentLoopManagerConfig(agent_loop_manager_class="tests.contracts.test_producing:Requests")
     with pytest.raises(ConfigError, match="has no create and no generate_sequences"):

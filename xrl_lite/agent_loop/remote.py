@@ -331,7 +331,7 @@ def build_remote(
                 num_cpus=resources.num_cpus_per_worker,
                 memory_bytes=resources.cpu_memory_per_worker,
                 max_concurrency=_MAX_CONCURRENCY,
-                restart=RestartPolicy(),
+                restart=RestartPolicy(max_restarts=10),
                 preload=[module for module in PRELOAD if find_spec(module.partition(".")[0])],
             )
             loops.append(RemoteAgentLoop(located, host, rollout_ctl, judger))

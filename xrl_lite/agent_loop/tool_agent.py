@@ -148,7 +148,8 @@ class ToolAgentLoop(AgentLoopBase):
         data.tools_s += time.perf_counter() - started
         data.tool_rewards += [result.reward for result in results]
         messages = [message_of(result) for result in results]
-        refuse_images(messages, "a tool's answer")
+        for result, message in zip(results, messages, strict=True):
+            refuse_images([message], f"the answer of the tool {result.call.name!r}")
         proposed = tokens.propose(messages)
         if tokens.num_added + proposed.num_tokens >= self.parts.settings.response_length:
             return False

@@ -456,6 +456,21 @@ async def test_images_for_a_text_model_cost_the_session() -> None:
     assert failed.error_msg == "sample 0: the prompt holds a part of type 'image', but the model takes text only."
 
 
+async def test_an_image_of_a_tool_costs_the_session_and_names_the_tool(tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text(
+        "from xrl_lite.tools import ToolResponse, function_tool\n"
+        "@function_tool\n"
+        "def calculator(expression: str) -> ToolResponse:\n"
+        "    'Draw it.\\n\\n    Args:\\n        expression: What.'\n"
+        "    return ToolResponse(text='here', image=['pixels'])\n"
+    )
+    (state,) = await run(AgentsConfig(tools=ToolsConfig(function_tool_path=tmp_path / "tools.py")), scripted(CALL))
+    assert state.status is Status.FAILED
+    assert "the answer of the tool 'calculator' holds a part of type 'image', but the model takes" in str(
+        state.error_msg
+    )
+
+
 async def test_a_row_that_selects_a_tool_that_is_not_there_costs_its_session() -> None:
     (state,) = await run(AgentsConfig(tools=CALCULATOR), scripted(), tool_selection=["calculatr"])
     assert state.status is Status.FAILED
