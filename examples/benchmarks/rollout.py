@@ -45,6 +45,7 @@ PARTS = ("torch", "vllm", "sync", "driver")
 BATCH = 32
 EQUAL_LENGTH = 64
 RAGGED = (8, 128)
+MAX_MODEL_LEN = 256
 RUNS = 3
 SYNC_PARAMETERS = 135_000_000
 SYNC_TENSORS = 272
@@ -65,7 +66,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = options.model or build_tiny_model(
             # heads of a size that vLLM's CPU kernels know
-            TinyModelConfig(hidden_size=64, num_layers=2, num_heads=2, intermediate_size=256, warm_up=None),
+            TinyModelConfig(
+                hidden_size=64,
+                num_layers=2,
+                num_heads=2,
+                intermediate_size=256,
+                max_position_embeddings=MAX_MODEL_LEN,
+                warm_up=None,
+            ),
             Path(folder),
         )
         for part in options.only:
@@ -216,7 +224,7 @@ def _offline_vllm(path: str, prompts: list[list[int]], lengths: list[int]) -> fl
     llm: Any = LLM(
         path,
         dtype="float32",
-        max_model_len=256,
+        max_model_len=MAX_MODEL_LEN,
         max_num_seqs=BATCH,
         logprobs_mode="processed_logprobs",
         **vllm_options(),
@@ -234,7 +242,7 @@ async def through_controller(engine: str, path: Path, prompts: list[list[int]], 
     config = RolloutConfig(
         engine=engine,
         max_batch_size=BATCH,
-        max_model_len=256,
+        max_model_len=MAX_MODEL_LEN,
         start_timeout_s=600.0,
         engine_options=vllm_options() if engine == "vllm" else {},
     )

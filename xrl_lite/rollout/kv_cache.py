@@ -22,16 +22,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from xrl_lite.rollout.continuous_batch import Sequence
 
-SMALLEST_CAPACITY = 32
+SMALLEST_CAPACITY = 64
+"""Less saves little arithmetic, and every further capacity that is in use costs a pass of its own in each layer."""
 QUERIES_AT_ONCE = 256
 """Scores of so many prompt positions are held at a time."""
 
 
 def capacity_for(num_positions: int) -> int:
-    """Return the smallest capacity that holds so many positions: 32, 48, 64, 96, 128, 192, ..."""
+    """Return the smallest capacity that holds so many positions: 64, 128, 192, 256, 384, 512, 768, ..."""
     size = SMALLEST_CAPACITY
     while size < num_positions:
-        if num_positions <= size + size // 2:
+        if size > SMALLEST_CAPACITY and num_positions <= size + size // 2:
             return size + size // 2
         size *= 2
     return size
