@@ -200,11 +200,12 @@ class Producer:
 
     # --- for ever
 
-    async def produce_loop(self, batch_size: int) -> None:
+    async def produce_loop(self, batch_size: int, *, last_step: int | None = None) -> None:
         """Keep as many groups in the buffer as can be trained on in time; ends only by cancelling, or with an error.
 
         Args:
             batch_size: Groups a step.
+            last_step: Step after which nothing is trained.
 
         Raises:
             RunError: groups have been failing for so long that there is no hope.
@@ -214,23 +215,23 @@ class Producer:
             while True:
                 await anyio.lowlevel.checkpoint()  # a change may have come together with the end
                 await self.replay_buffer.events.turn("admitted", "started")
-                if self._is_paused or not await self._fill(batch_size):
+                if self._is_paused or not await self._fill(batch_size, last_step):
                     await self.replay_buffer.changed()
         finally:
             self._is_looping = False
 
-    async def _fill(self, batch_size: int) -> bool:
+    async def _fill(self, batch_size: int, last_step: int | None) -> bool:
         """Begin what there is room for; return whether there was any."""
         await self._go_on_with(GroupStatus.ABORTED)
-        if self._room(batch_size) < 1:
+        if self._room(batch_size, last_step) < 1:
             return False
         await self._back_off()
-        room = 0 if self._is_paused else self._room(batch_size)  # paused meanwhile
+        room = 0 if self._is_paused else self._room(batch_size, last_step)  # paused meanwhile
         for name, share in self._take_turns(room).items():
             await self._dispatch(self.tasks[name], share)
         return True
 
-    def _room(self, batch_size: int) -> int:
+    def _room(self, batch_size: int, last_step: int | None) -> int:
         thresholds = [task.strategy.stale_threshold(self._interval) for task in self.tasks.values()]
         admitted = max_admitted(
             batch_size=batch_size,
@@ -238,6 +239,8 @@ class Producer:
             policy_version=self._policy_version,
             next_step=self._next_step,
         )
+        if last_step is not None:
+            admitted = min(admitted, batch_size * (last_step - self._next_step + 1))
         if self._num_wanted:
             admitted -= batch_size - self._num_wanted
         if self._num_warmup_batches is not None:

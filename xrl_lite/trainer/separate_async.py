@@ -45,7 +45,8 @@ class SeparateAsyncTrainer(RLTrainer):
         await self.sync_weights()
 
     async def on_train_begin(self) -> None:
-        produce = partial(self.parts.producer.produce_loop, self.settings.trainer.groups_per_step)
+        trainer = self.settings.trainer
+        produce = partial(self.parts.producer.produce_loop, trainer.groups_per_step, last_step=trainer.num_steps)
         self.background.start_soon(produce, name="produce")
 
     async def on_step_begin(self) -> None:
