@@ -177,7 +177,9 @@ class Producer:
         goes_on = strategy.should_continue
         await self._go_on_with(GroupStatus.ABORTED)
         while goes_on(self._count(task, GroupStatus.FINISHED), share):
-            self.replay_buffer.evict_unusable(self._next_step, TRAIN)
+            if self.replay_buffer.has_unusable(self._next_step, TRAIN):
+                await self.replay_buffer.events.turn("dropped")
+                self.replay_buffer.evict_unusable(self._next_step, TRAIN)
             self.replay_buffer.check_starvation(self._next_step, TRAIN, batch_size)
             missing = self._target(task, share) - self._count(task)
             if missing > 0:

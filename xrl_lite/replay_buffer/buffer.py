@@ -417,19 +417,21 @@ class ReplayBuffer:
         """
         evicted: dict[str, frozenset[Reason]] = {}
         groups: list[PromptGroup] = []
-        for group in self._suspects(global_steps, self.table.partition(partition_id)):
-            reasons = classify(_facts(group), global_steps=global_steps, partition_id=partition_id, policy=self.policy)
-            if reasons:
-                evicted[group.uid] = reasons
-                groups.append(group)
-                self._tally.evicted(group, reasons, global_steps)
-                if Reason.UNIFORM in reasons and group.metric is not None:
-                    self.filtered_rewards[group.metric] += 1
+        for group, reasons in self._unusable(global_steps, partition_id):
+            evicted[group.uid] = reasons
+            groups.append(group)
+            self._tally.evicted(group, reasons, global_steps)
+            if Reason.UNIFORM in reasons and group.metric is not None:
+                self.filtered_rewards[group.metric] += 1
         if groups:
             logger.info("evicted %s", ", ".join(f"{uid} ({_names(why)})" for uid, why in evicted.items()))
             for group in groups:
                 self.discard([group], _names(evicted[group.uid]))
         return refills(evicted, self.policy)
+
+    def has_unusable(self, global_steps: int, partition_id: str) -> bool:
+        """Whether `evict_unusable` would let go of anything."""
+        return any(True for _ in self._unusable(global_steps, partition_id))
 
     def check_starvation(self, global_steps: int, partition_id: str, batch_size: int) -> bool:
         """Look at what was evicted since the last batch; return whether a smaller one has to do.
@@ -586,8 +588,10 @@ class ReplayBuffer:
 
     async def close(self) -> None:
         """End the store."""
-        await self.store.close()
-        self.events.close()
+        try:
+            await self.store.close()
+        finally:
+            self.events.close()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -700,6 +704,12 @@ class ReplayBuffer:
             self._memory_bytes += size
 
     # --- one draw
+
+    def _unusable(self, global_steps: int, partition_id: str) -> Iterator[tuple[PromptGroup, frozenset[Reason]]]:
+        for group in self._suspects(global_steps, self.table.partition(partition_id)):
+            reasons = classify(_facts(group), global_steps=global_steps, partition_id=partition_id, policy=self.policy)
+            if reasons:
+                yield group, reasons
 
     def _suspects(self, global_steps: int, partition: Partition) -> list[PromptGroup]:
         """Groups that may have to be evicted: failures, uniform ones, and what is older than the threshold."""
