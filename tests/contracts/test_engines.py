@@ -341,17 +341,40 @@ async def test_a_server_keeps_its_weights(engine: Engine) -> None:
         await engine.sync.sync(1)
 
 
+async def test_a_replica_that_is_killed_in_a_sync_is_replaced_and_holds_what_was_sent(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only(engine, "torch", "bigram")
+    (link,), (adapter,) = engine.controller._links, engine.controller.adapters
+    load, num_replaced = adapter.load, link.num_replaced
+
+    async def killed_once(bucket: Any) -> dict[str, str]:
+        monkeypatch.undo()
+        os.kill(link.replica.pid, signal.SIGKILL)
+        return await load(bucket)
+
+    monkeypatch.setattr(adapter, "load", killed_once)
+    engine.weights = {name: tensor + 0.01 for name, tensor in engine.weights.items()}
+    version = engine.sync.policy_version + 1
+    await engine.sync.sync(version)
+    assert link.num_replaced == num_replaced + 1
+    (state,) = await engine.run(fresh(10))
+    assert set(state.response_model_steps or []) == {version}
+    assert state.logprobs == pytest.approx(engine.logprobs_of_model(state).tolist(), abs=1e-4)
+
+
 async def test_a_replica_that_is_killed_is_replaced_with_the_present_weights_and_loses_no_request(
     engine: Engine,
 ) -> None:
     """Last of all, since starting anew takes vLLM long."""
     (link,) = engine.controller._links
+    num_replaced = link.num_replaced
     states = [fresh(number, max_tokens=engine.long) for number in range(3)]
     async with engine.under_way(*states[: 0 if engine.name == "fake" else 3]):
         os.kill(link.replica.pid, signal.SIGKILL)
     for state in await engine.run(*(state for state in states if state.status is not Status.COMPLETED)):
         assert state.status is Status.COMPLETED, state.error_msg
-    assert link.num_replaced == 1
+    assert link.num_replaced == num_replaced + 1
     if engine.name in ("torch", "vllm", "bigram") and engine.sync.policy_version > 0:
         assert (await link.health()).policy_version == engine.sync.policy_version
         (state,) = await engine.run(fresh(9))
