@@ -555,7 +555,7 @@ async def test_the_manager_of_the_examples_runs_few_groups_at_once_and_gives_bac
     assert buffer.count("train", GroupStatus.RUNNING) == 0
     hold.set()
     async with producer.running():
-        await producer.redispatch()
+        await producer.produce_batch(4, train_step=1)
         groups, _ = await buffer.sample(1, "train", 4)
     assert rows_of(groups) == [0, 1, 2, 3]
 

@@ -369,6 +369,38 @@ async def test_after_a_resume_no_burst_of_groups_is_begun(
     assert [uid for uids in trained(folder).values() for uid in uids] == [f"task-{n}" for n in range(16)]
 
 
+@pytest.mark.parametrize("mode", ASYNC)
+async def test_what_was_in_flight_is_begun_again_only_when_its_turn_is_near(
+    mode: str, system: ActorSystem, folder: RunFolder, tmp_path: Path
+) -> None:
+    """Killed long after its checkpoint, a run must not generate the batch after next with the weights of long ago."""
+    path = tmp_path / "buffer.sqlite"
+    options = {"mode": mode, "rows": rows(64), "checkpoint": {"every_steps": 0}, "evaluation": {"every_steps": 0}}
+
+    class Dying(Judger):
+        async def judge(self, rollout_state: RolloutState) -> RolloutState:
+            if rollout_state.extra_fields["row"] == 13 and rollout_state.task_name == "task":
+                raise KeyError("killed")
+            return await super().judge(rollout_state)
+
+    first = make_trainer(
+        system, folder, judger=Dying(), store=SQLiteStore(path), trainer={"num_steps": 32}, group_size=2, **options
+    )
+    with pytest.raises(KeyError, match="killed"):
+        await fit(first)
+    steps = max(trained(folder))
+    assert steps >= 3
+    folder.start_over()
+    again = make_trainer(
+        system, folder, store=SQLiteStore(path), trainer={"num_steps": steps + 3}, group_size=2, **options
+    )
+    await fit(again)
+    records = [record for record in folder.metrics() if "loss" in record]
+    assert max(record["off_policy/max"] for record in records) <= 1
+    assert all(record["training/off_policy/evicted_samples"] == 0 for record in records)
+    assert [uid for uids in trained(folder).values() for uid in uids] == [f"task-{n}" for n in range(2 * steps + 6)]
+
+
 # --- names
 
 

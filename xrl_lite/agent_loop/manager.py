@@ -292,7 +292,7 @@ class AgentLoopManager:
         """Make the attempts that are not complete, and return all of them in their places."""
         loop = self._loop_of(group.task_name)
         states = [state for state in group.states if state.status is Status.COMPLETED or is_to_be_run(state)]
-        places = [place for place, state in enumerate(states) if state.status is not Status.COMPLETED]
+        places = [place for place, state in enumerate(states) if not _has_ended(loop, state)]
         todo = [self._prepare(states[place]) for place in places]
         with anyio.move_on_after(self.config.group_timeout_s) as limit:
             made = await loop.generate_group(todo)
@@ -315,8 +315,7 @@ class AgentLoopManager:
     def _close_late(self, loop: AgentLoop, todo: Sequence[RolloutState]) -> None:
         """Let a group close with the attempts that have ended in time."""
         for state in todo:
-            is_judged = loop.judger is None or state.reward is not None
-            if state.status is not Status.COMPLETED or not is_judged:
+            if not _has_ended(loop, state):
                 state.status = Status.FAILED
                 state.error_msg = f"sample {state.rollout_id}: not ended within {self.config.group_timeout_s:g} s"
 
@@ -368,6 +367,11 @@ class AgentLoopManager:
     async def _wait_until_idle(self) -> None:
         while self._in_flight:
             await self.replay_buffer.changed()
+
+
+def _has_ended(loop: AgentLoop, state: RolloutState) -> bool:
+    """Whether an attempt is complete; one that was interrupted while it was judged is not."""
+    return state.status is Status.COMPLETED and (loop.judger is None or state.reward is not None)
 
 
 async def create_agent_loop_manager(

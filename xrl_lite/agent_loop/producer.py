@@ -12,9 +12,9 @@
 Waits for    groups to end (`produce_batch`); room for another (`produce_loop`); a while, after failures (all)
 Is woken by  the buffer, at every change of a group, and by `advance`, which moves the bound of the age
 
-Pacing comes first, dropping last: a group is admitted only if it will be trained on in time when a batch is taken a
-step, oldest first (`max_admitted`). What was interrupted has its place in that order already, and goes on before
-anything is drawn.
+Pacing comes first, dropping last: a group is begun only if it will be trained on in time when a batch is taken a step,
+oldest first (`max_admitted`). What was interrupted, or was found after a restart, has its place in that order already,
+and goes on from there before anything is drawn.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ class Producer:
         self.advance(next_step=train_step, policy_version=train_step - 1 if model_step is None else model_step)
         await self.refresh_staleness(train_step)
         shares = self._take_turns(batch_size)
+        await self._go_on_with_interrupted(sum(self._target(self.tasks[name], share) for name, share in shares.items()))
         async with anyio.create_task_group() as tasks:
             for name, share in shares.items():
                 if share:
@@ -175,7 +176,6 @@ class Producer:
             await self._dispatch(task, share - self._count(task))
             return
         goes_on = strategy.should_continue
-        await self._go_on_with(GroupStatus.ABORTED)
         while goes_on(self._count(task, GroupStatus.FINISHED), share):
             if self.replay_buffer.has_unusable(self._next_step, TRAIN):
                 await self.replay_buffer.events.turn("dropped")
@@ -224,16 +224,20 @@ class Producer:
 
     async def _fill(self, batch_size: int, last_step: int | None) -> bool:
         """Begin what there is room for; return whether there was any."""
-        await self._go_on_with(GroupStatus.ABORTED)
-        if self._room(batch_size, last_step) < 1:
+        buffer = self.replay_buffer
+        allowed = self._allowed(batch_size, last_step)
+        await self._go_on_with_interrupted(allowed)
+        if allowed <= buffer.num_waiting(TRAIN):
             return False
         await self._back_off()
-        room = 0 if self._is_paused else self._room(batch_size, last_step)  # paused meanwhile
+        allowed = 0 if self._is_paused else self._allowed(batch_size, last_step)  # paused meanwhile
+        room = max(0, allowed - buffer.num_waiting(TRAIN))
         for name, share in self._take_turns(room).items():
             await self._dispatch(self.tasks[name], share)
         return True
 
-    def _room(self, batch_size: int, last_step: int | None) -> int:
+    def _allowed(self, batch_size: int, last_step: int | None) -> int:
+        """Return how many groups may stand in line."""
         thresholds = [task.strategy.stale_threshold(self._interval) for task in self.tasks.values()]
         admitted = max_admitted(
             batch_size=batch_size,
@@ -247,7 +251,7 @@ class Producer:
             admitted -= batch_size - self._num_wanted
         if self._num_warmup_batches is not None:
             admitted = min(admitted, self._num_wanted + self._num_warmup_batches * batch_size)
-        return admitted - self.replay_buffer.num_waiting(TRAIN)
+        return admitted
 
     def advance(self, *, next_step: int, policy_version: int, num_wanted: int = 0) -> None:
         """Say where training is; makes room for further groups.
@@ -315,10 +319,6 @@ class Producer:
         for name, share in self._take_turns(num_groups).items():
             await self._dispatch(self.tasks[name], share)
 
-    async def redispatch(self) -> int:
-        """Begin again what was found after a restart; return how many groups that is."""
-        return await self._go_on_with(GroupStatus.PENDING, GroupStatus.ABORTED)
-
     def waiting(self) -> list[dict[str, Any]]:
         """Return the groups that were drawn and not trained on yet, oldest first, as values that JSON can hold."""
         groups = sorted(
@@ -331,11 +331,13 @@ class Producer:
         ]
 
     def draw_again(self, waiting: Sequence[Mapping[str, Any]]) -> None:
-        """Admit groups that `waiting` returned, to be run by `redispatch`: nothing is left of what they had."""
+        """Admit groups that `waiting` returned, as interrupted ones: nothing is left of what they had."""
         groups: list[PromptGroup] = []
         for group in waiting:
             task = self.tasks[group["task"]]
             groups.append(self._group_of(task, task.sampler.again(row=group["row"], group_id=group["group_id"])))
+        for group in groups:
+            group.status = GroupStatus.ABORTED
         if groups:
             self.replay_buffer.admit_all(groups, {NOTE: self.state_dict()})
 
@@ -380,7 +382,7 @@ class Producer:
         self._credit.update(state["credit"])
 
     async def _dispatch(self, task: ProducerTask, num_groups: int) -> None:
-        """Begin groups: first those that are to be made again, then new ones."""
+        """Begin groups: first those that wait to be run again, then new ones."""
         if num_groups < 1:
             return
         await self.replay_buffer.events.turn("admitted", "started")
@@ -393,10 +395,10 @@ class Producer:
 
     async def _run(self, groups: Sequence[PromptGroup]) -> None:
         for group in groups:
-            if group.status is GroupStatus.EXPIRED:
-                group_steps = self._policy_version + 1
+            has_tokens = group.min_version is not None
+            if group.status is GroupStatus.EXPIRED or (group.status is GroupStatus.ABORTED and not has_tokens):
                 with self.replay_buffer.table.changing(group):
-                    group.global_steps = group_steps
+                    group.global_steps = self._policy_version + 1
         if groups:
             answer = self.manager.generate_sequences(groups)
             if inspect.isawaitable(answer):
@@ -404,15 +406,18 @@ class Producer:
 
     def _to_be_made_again(self, task: ProducerTask, num_groups: int) -> list[PromptGroup]:
         trigger, num_expired = task.strategy.tail_batch_trigger_size, self._in_pool(task, GroupStatus.EXPIRED)
-        return self._listed(task, GroupStatus.EXPIRED, num_groups) if 0 <= trigger <= num_expired else []
+        expired = self._listed(task, GroupStatus.EXPIRED, num_groups) if 0 <= trigger <= num_expired else []
+        return expired + self._listed(task, GroupStatus.ABORTED, num_groups - len(expired))
 
-    async def _go_on_with(self, *statuses: GroupStatus) -> int:
-        """Run what stands in line already and is run by nobody, oldest first; return how many groups that is."""
-        groups = [group for task in self.tasks.values() for status in statuses for group in self._listed(task, status)]
+    async def _go_on_with_interrupted(self, num_places: int) -> None:
+        """Run what was interrupted and stands among the first in line; what stands behind would grow too old."""
+        if not any(self._in_pool(task, GroupStatus.ABORTED) for task in self.tasks.values()):
+            return
+        first = islice(self.replay_buffer.in_line(TRAIN), max(0, num_places))
+        groups = [group for group in first if group.status is GroupStatus.ABORTED]
         if groups:
             await self.replay_buffer.events.turn("started")
-        await self._run(sorted(groups, key=lambda group: group.ordinal))
-        return len(groups)
+            await self._run(groups)
 
     def _group_of(self, task: ProducerTask, states: list[RolloutState]) -> PromptGroup:
         return self.replay_buffer.new_group(

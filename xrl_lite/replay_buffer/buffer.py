@@ -505,6 +505,12 @@ class ReplayBuffer:
         """
         return self.count(partition_id) - self.count(partition_id, GroupStatus.FAILURE, *PARKED)
 
+    def in_line(self, partition_id: str) -> Iterator[PromptGroup]:
+        """Yield the groups that stand in line to be trained on, oldest first."""
+        for group in self.table.partition(partition_id).order.values():
+            if group.status not in (GroupStatus.FAILURE, *PARKED):
+                yield group
+
     @property
     def num_admitted(self) -> int:
         """Groups admitted over the whole run."""
@@ -548,8 +554,8 @@ class ReplayBuffer:
         stored = await self.store.rewind(step, keep_newer=keep_newer)
         for group in stored.groups:
             group.since = self._clock()
-            if group.status is GroupStatus.RUNNING:
-                group.status = GroupStatus.PENDING
+            if group.status in (GroupStatus.PENDING, GroupStatus.RUNNING):
+                group.status = GroupStatus.ABORTED
             if group.status not in TERMINAL:
                 group.global_steps = max(group.global_steps, step + 1)
                 group.last_event = "found after a restart"

@@ -219,7 +219,6 @@ class RLTrainer(ABC):
                 self.stop.cancel = None
                 self.parts.reporter.start(num_steps=last_step, first_step=self.global_step + 1)
                 try:
-                    await self.parts.producer.redispatch()
                     await self.on_train_begin()
                     while self.global_step < last_step and not self.stop.requested:
                         self.global_step += 1
