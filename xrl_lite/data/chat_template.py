@@ -146,7 +146,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: Tokenizer, *, end_ids: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.rules = _Probe(tokenizer, frozenset(end_ids)).rules()
-        self._rests: dict[str | None, tuple[str, list[int]] | None] = {}
+        self._rests: dict[str | None, _Rest | None] = {}
         self._frames: dict[tuple[Shape, tuple[tuple[str, str | None], ...]], _Frame | None] = {}
 
     def encode(self, messages: Sequence[Message], *, tools: Sequence[Message] | None = None) -> list[int]:
