@@ -131,7 +131,7 @@ def _eval(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> int:
     from xrl_lite import run
-    from xrl_lite.config import load_serve_config
+    from xrl_lite.config.serve_config import load_serve_config
 
     config = load_serve_config(options.model, options.overrides)
     api_key = os.environ.get(GATEWAY_KEY_VARIABLE)
@@ -352,7 +352,7 @@ def _serve_command(commands: object) -> None:
         help="serve a model to agents, with the APIs of OpenAI and Anthropic",
         description="Serve a model to agents, with the APIs of OpenAI and Anthropic. The key of whoever makes sessions "
         f"is taken from {GATEWAY_KEY_VARIABLE}, or made up and shown.",
-        formatter_class=partial(_SettingsHelp, settings="ServeConfig"),
+        formatter_class=partial(_SettingsHelp, settings="xrl_lite.config.serve_config:ServeConfig"),
     )
     parser.add_argument("model", metavar="MODEL", help="folder or hub id of a model, or a .yaml file")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c", help="settings to change; the list is below")
@@ -374,16 +374,16 @@ def _config_command(commands: object, name: str, text: str, function: object) ->
 class _SettingsHelp(argparse.HelpFormatter):
     """Adds the settings below the arguments, made from the schema when somebody asks for help."""
 
-    def __init__(self, *args: Any, settings: str = "RunConfig", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, settings: str = "xrl_lite.config:RunConfig", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._settings = settings
 
     def format_help(self) -> str:
-        from xrl_lite import config
         from xrl_lite.config.describe import describe
+        from xrl_lite.registry import load_object
 
         lines = [super().format_help(), "settings:"]
-        for setting in describe(getattr(config, self._settings)):
+        for setting in describe(load_object(self._settings)):
             lines.append(f"  {setting.key}  ({setting.kind}, default {setting.default})")
             lines.append(f"      {setting.description}")
         return "\n".join(lines) + "\n"

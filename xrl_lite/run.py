@@ -34,8 +34,9 @@ from xrl_lite.agent_loop import (
     create_agent_loop_manager,
 )
 from xrl_lite.algorithms.preload import MODEL_MODULES
-from xrl_lite.config import RunConfig, ServeConfig, dump_config
+from xrl_lite.config import RunConfig, dump_config
 from xrl_lite.config.check import CheckedData, CheckedTask, check_data, check_installed, check_model, check_resources
+from xrl_lite.config.serve_config import ServeConfig
 from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder, max_position_embeddings
 from xrl_lite.engine.controller import CriticController, TrainingController

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.build import run_config
-from xrl_lite.config import load_serve_config
+from xrl_lite.config.serve_config import load_serve_config
 from xrl_lite.gateway import Gateway
 from xrl_lite.run import serve, train
 

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus
 from xrl_lite.agent_loop import TaskSpecConfig
 from xrl_lite.agent_loop.base import check_batch_judge
 from xrl_lite.config.run_config import RunConfig
-from xrl_lite.config.serve_config import ServeConfig
 from xrl_lite.data import Row, load_rows
 from xrl_lite.data.tokenizer import check_model_folder
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
@@ -21,6 +21,9 @@ from xrl_lite.judger.config import leaves
 from xrl_lite.judger.data_sources import check_rows, judger_for
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import load_buffer_class
+
+if TYPE_CHECKING:
+    from xrl_lite.config.serve_config import ServeConfig
 
 _ACTORS_SHOWN = 10
 

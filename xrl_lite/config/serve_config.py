@@ -1,4 +1,7 @@
-"""Settings of `xrl-lite serve`: a model behind the gateway, without training."""
+"""Settings of `xrl-lite serve`: a model behind the gateway, without training.
+
+Imported by whoever serves: reading the config of a run does not load the gateway.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class GatewayConfig(Settings):
     given."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 takes a free one. `xrl-lite serve` takes 8000 when not given."""
 
     model_name: str = "policy"
     """Name of the model in requests and answers."""
