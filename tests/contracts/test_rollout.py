@@ -144,6 +144,7 @@ async def test_an_aborted_sample_goes_on_or_starts_over(system: ActorSystem, par
     async with make_controller(
         system, hang_prompts=[5], hang_tokens=2, responses=[[65, 66, 67, 68]], settings={"partial_rollout": partial}
     ) as controller:
+        await controller.ready()
         state = fresh(sample_params=SampleParams(max_tokens=3))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(controller.generate, state)
