@@ -31,6 +31,7 @@ class AsksTwice(AgentLoopBase):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(120)
 async def test_an_agent_of_ones_own_is_trained(tmp_path: Path, tiny_model_folder: Path) -> None:

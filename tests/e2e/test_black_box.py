@@ -31,6 +31,7 @@ for text in (sys.stdin.read(), "sure?"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(120)
 async def test_a_program_is_trained_through_the_gateway(tmp_path: Path, tiny_model_folder: Path) -> None:

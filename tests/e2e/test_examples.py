@@ -47,6 +47,7 @@ def test_the_reward_of_the_two_tools_is_built_up() -> None:
     assert scores == [0.0, 0.0, 0.2, 0.5, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.timeout(120)
 async def test_the_recipe_of_two_tools_trains_the_tiny_model_under_a_manager_of_ones_own(

@@ -82,6 +82,7 @@ async def test_same_seed_same_bits_with_one_or_four_judger_workers(tmp_path: Pat
     assert without_times(once) != without_times(other)
 
 
+@pytest.mark.slow
 async def test_a_resumed_run_goes_on_exactly_and_its_order_can_be_repeated(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
@@ -112,6 +113,7 @@ async def test_a_reward_function_that_always_raises_stops_the_run_with_its_trace
         await train(tmp_path, tiny_model_folder, **{"task.judger_config": judger, "evaluation": {}})
 
 
+@pytest.mark.slow
 async def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(tmp_path: Path, tiny_model_folder: Path) -> None:
     records = await train(tmp_path, tiny_model_folder)
     config = run_config(tmp_path, tiny_model_folder)
@@ -135,6 +137,7 @@ async def test_auto_starts_a_run_over_that_never_came_to_a_checkpoint(tmp_path: 
     assert "loss" in records[0]
 
 
+@pytest.mark.slow
 async def test_gsm8k_rows_are_trained_on(tmp_path: Path, tiny_model_folder: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", gsm8k_rows(32))
     records = await train(
@@ -152,6 +155,7 @@ async def test_gsm8k_rows_are_trained_on(tmp_path: Path, tiny_model_folder: Path
     assert all(record["judger/openai/gsm8k/ok"] == 16 for record in records)
 
 
+@pytest.mark.slow
 async def test_a_run_with_everything_an_algorithm_can_ask_of_the_engine(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
@@ -177,6 +181,7 @@ async def test_a_run_with_everything_an_algorithm_can_ask_of_the_engine(
     assert records[1]["distillation"] > 0
 
 
+@pytest.mark.slow
 async def test_a_run_of_single_attempts_with_a_users_loss(tmp_path: Path, tiny_model_folder: Path) -> None:
     code = tmp_path / "mine.py"
     code.write_text(USERS_LOSS, encoding="utf-8")

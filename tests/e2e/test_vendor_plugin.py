@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 
+@pytest.mark.slow
 def test_a_vendors_platform_and_engine_train_in_place_of_the_built_in_ones(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:

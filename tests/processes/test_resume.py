@@ -45,9 +45,10 @@ def kill_and_resume(system: ActorSystem, folder: Path, mode: str, *, num_kills: 
     draw = random.Random(f"{mode}/{seed}")
     turns = live(system, folder / "undisturbed", mode, None)
     num_killed = 0
+    soon = 2 + 2 * turns // num_kills  # so that there is something left to be killed at the end
     for _ in range(num_kills):
         try:
-            live(system, folder / "killed", mode, draw.randrange(turns))
+            live(system, folder / "killed", mode, draw.randrange(soon))
         except ActorDiedError:
             num_killed += 1
     assert num_killed >= num_kills / 2
