@@ -117,11 +117,8 @@ class Slots:
 
     def carry(self, ticket: Ticket, result: Any) -> None:
         """Hand the result of a boarded ticket to whoever waits for it."""
-        if not ticket.future.done():
-            try:
-                ticket.future.set_result(result)
-            except RuntimeError:
-                assert ticket.is_void, "its loop is open"
+        if not ticket.is_void:
+            ticket.future.set_result(result)
 
     def put_back(self, tickets: Sequence[Ticket], *, died: bool) -> None:
         """Put boarded tickets back at the front of the line, to travel alone."""
