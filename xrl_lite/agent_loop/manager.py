@@ -116,7 +116,29 @@ class GroupCounts:
         return metrics
 
 
-class AgentLoopManager:
+class GroupTasks:
+    """Where groups run: a task group that is there inside `running`."""
+
+    _tasks: TaskGroup | None = None
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Let groups run while inside; what still runs at the end is cancelled and given back.
+
+        An error of a group ends the block, and is raised as itself.
+        """
+        assert self._tasks is None, "it runs already"
+        with errors_as_themselves():
+            async with anyio.create_task_group() as tasks:
+                self._tasks = tasks
+                try:
+                    yield
+                finally:
+                    self._tasks = None
+                    tasks.cancel_scope.cancel()
+
+
+class AgentLoopManager(GroupTasks):
     """Runs groups in the driver.
 
     Args:
@@ -147,7 +169,6 @@ class AgentLoopManager:
         self._partial_rollout = partial_rollout
         self._is_valid = is_valid or {}
         self._worker = worker
-        self._tasks: TaskGroup | None = None
         self._in_flight: dict[str, anyio.CancelScope] = {}
         self._is_pausing = False
         self._counts: dict[str, GroupCounts] = {}
@@ -168,22 +189,6 @@ class AgentLoopManager:
         requests = llm_client if hasattr(llm_client, "abort_all") else None
         options = {name: kwargs[name] for name in known}
         return cls(agent_loops, replay_buffer=replay_buffer, config=config, requests=requests, **options)
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Let groups run while inside; what still runs at the end is cancelled and given back.
-
-        An error of a group ends the block, and is raised as itself.
-        """
-        assert self._tasks is None, "it runs already"
-        with errors_as_themselves():
-            async with anyio.create_task_group() as tasks:
-                self._tasks = tasks
-                try:
-                    yield
-                finally:
-                    self._tasks = None
-                    tasks.cancel_scope.cancel()
 
     def generate_sequences(self, prompts: Sequence[PromptGroup]) -> None:
         """Begin to run groups that are in the buffer, and return at once."""

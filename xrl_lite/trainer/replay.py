@@ -18,18 +18,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
-from anyio.abc import TaskGroup
 
 from xrl_lite.actors.clock import VirtualClock
 from xrl_lite.agent_loop import ProduceLimits, Producer, ProducerTask, TaskSpecConfig
+from xrl_lite.agent_loop.manager import GroupTasks
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.data.sampler import SamplerState
 from xrl_lite.errors import ConfigError, RunError, errors_as_themselves
@@ -140,7 +139,7 @@ class Script(Events):
                 )
 
 
-class RecordedGroups:
+class RecordedGroups(GroupTasks):
     """Runs groups as they were run: takes the place of the `AgentLoopManager`.
 
     Args:
@@ -151,20 +150,7 @@ class RecordedGroups:
     def __init__(self, script: Script, replay_buffer: ReplayBuffer) -> None:
         self._script = script
         self._buffer = replay_buffer
-        self._tasks: TaskGroup | None = None
         self._num_running = 0
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Let groups run while inside."""
-        with errors_as_themselves():
-            async with anyio.create_task_group() as tasks:
-                self._tasks = tasks
-                try:
-                    yield
-                finally:
-                    self._tasks = None
-                    tasks.cancel_scope.cancel()
 
     def generate_sequences(self, prompts: Sequence[PromptGroup]) -> None:
         """Begin groups; each ends when it did."""
