@@ -72,7 +72,7 @@ class Life:
                     "partial_rollout": True,
                     "max_batch_size": 12,
                 },
-                rows=rows(64),
+                rows=rows(512),
                 store=SQLiteStore(path / BUFFER),
                 trainer={"num_steps": num_steps},
                 evaluation={"every_steps": 0, "at_start": False},

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
 MODES = ["sync", "colocate_async", "separate_async"]
 NUM_STEPS = 12
+ENDLESS = 1000
 GROUPS_PER_STEP = 2
 
 
@@ -32,10 +33,10 @@ def system() -> Iterator[ActorSystem]:
     system.shutdown_now()
 
 
-def live(system: ActorSystem, folder: Path, mode: str, turns: int | None) -> int:
+def live(system: ActorSystem, folder: Path, mode: str, num_steps: int, turns: int | None = None) -> int:
     life = system.spawn(Life, preload=["tests.fake_run"])
     try:
-        return life.live.remote(folder, mode, NUM_STEPS, turns).result(60.0)
+        return life.live.remote(folder, mode, num_steps, turns).result(60.0)
     finally:
         life.stop(grace_s=0.0).result(60.0)
 
@@ -43,23 +44,21 @@ def live(system: ActorSystem, folder: Path, mode: str, turns: int | None) -> int
 def kill_and_resume(system: ActorSystem, folder: Path, mode: str, *, num_kills: int, seed: int) -> list[dict[str, Any]]:
     """Return the lines of metrics.jsonl of a run that was killed so often, at moments that the seed chooses."""
     draw = random.Random(f"{mode}/{seed}")
-    turns = live(system, folder / "undisturbed", mode, None)
-    num_killed = 0
-    soon = 2 + 2 * turns // num_kills  # so that there is something left to be killed at the end
+    turns = live(system, folder / "whole", mode, NUM_STEPS)
     for _ in range(num_kills):
-        try:
-            live(system, folder / "killed", mode, draw.randrange(soon))
-        except ActorDiedError:
-            num_killed += 1
-    assert num_killed >= num_kills / 2
-    live(system, folder / "killed", mode, None)
+        with pytest.raises(ActorDiedError):  # how many turns a step takes varies, so that this run has no end
+            live(system, folder / "killed", mode, ENDLESS, draw.randrange(2 + 2 * turns // num_kills))
+    run = RunFolder(folder / "killed")
+    num_steps = max((line["step"] for line in run.trained()), default=0) + 2
+    run.close()
+    live(system, folder / "killed", mode, num_steps)
     run = RunFolder(folder / "killed")
     lines, records = list(run.trained()), list(run.metrics())
     run.close()
-    assert [line["uid"] for line in lines] == [f"task-{n}" for n in range(NUM_STEPS * GROUPS_PER_STEP)]
-    assert [line["step"] for line in lines] == [1 + n // GROUPS_PER_STEP for n in range(NUM_STEPS * GROUPS_PER_STEP)]
+    assert [line["uid"] for line in lines] == [f"task-{n}" for n in range(num_steps * GROUPS_PER_STEP)]
+    assert [line["step"] for line in lines] == [1 + n // GROUPS_PER_STEP for n in range(num_steps * GROUPS_PER_STEP)]
     assert len({line["row"] for line in lines}) == len(lines)
-    assert [record["step"] for record in records if "loss" in record] == list(range(1, NUM_STEPS + 1))
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, num_steps + 1))
     return records
 
 
@@ -69,9 +68,10 @@ def test_killed_anywhere_a_run_trains_on_every_prompt_once(mode: str, system: Ac
     stale = [record["off_policy/max"] for record in records if "loss" in record]
     assert max(stale) <= (0 if mode == "sync" else 2)
     if mode == "sync":
-        whole = RunFolder(tmp_path / "undisturbed")
-        assert without_times(records) == without_times(list(whole.metrics()))
-        whole.close()
+        live(system, tmp_path / "undisturbed", mode, max(record["step"] for record in records))
+        undisturbed = RunFolder(tmp_path / "undisturbed")
+        assert without_times(records) == without_times(list(undisturbed.metrics()))
+        undisturbed.close()
 
 
 @pytest.mark.slow
