@@ -106,6 +106,7 @@ def _dry_run(config: RunConfig) -> int:
     console.print(table)
     _say(f"{len(data.train)} rows to train on, {len(data.evaluation)} held out; {check.describe_model(config)}")
     check.check_resources(config, data.judger_configs)
+    check.check_devices(config)
     return EXIT_OK
 
 

@@ -216,6 +216,9 @@ class RecordedEngine:
     async def keep_policy(self) -> None:
         """Keep nothing: there are no weights."""
 
+    async def release_memory(self) -> None:
+        """Release nothing."""
+
     async def load_checkpoint(self, folder: Path) -> None:
         """Load nothing."""
 
@@ -231,6 +234,9 @@ class RecordedCritic:
     async def values(self, batch: TrainBatch) -> list[list[float]]:
         """Return zeros."""
         return [[0.0] * len(response) for response in batch.responses]
+
+    async def release_memory(self) -> None:
+        """Release nothing."""
 
     async def load_checkpoint(self, folder: Path) -> None:
         """Load nothing."""
