@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 import xrl_lite
 from xrl_lite import errors
+from xrl_lite.judger.build import PRELOAD
 from xrl_lite.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +89,21 @@ def test_reading_a_config_loads_settings_only() -> None:
         "load_config(Path('configs/quickstart.yaml'))"
     )
     assert loaded_by(code, (*HEAVY, *NOT_FOR_SETTINGS)) == []
+
+
+def test_a_fresh_judger_worker_finds_everything_preloaded() -> None:
+    code = f"""
+import sys, importlib
+for name in {PRELOAD!r}:
+    importlib.import_module(name)
+preloaded = set(sys.modules)
+from xrl_lite.judger import JudgerActor, JudgerConfig
+config = JudgerConfig(judger_name="j", reward_handler=lambda response, label, extra_info: {{"score": 1.0}})
+assert JudgerActor(config).judge_payload({{"response": "a", "label": "a"}}) == {{"score": 1.0}}
+print(*(name for name in set(sys.modules) - preloaded if name.startswith("xrl_lite")))
+"""
+    result = run_tool("-c", code)
+    assert (result.stdout.split(), result.returncode) == ([], 0), result.stderr
 
 
 @pytest.mark.parametrize("package", LAZY)

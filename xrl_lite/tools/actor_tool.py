@@ -26,7 +26,7 @@ from xrl_lite.tools.response import ToolResponse, read_return
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
 
-PRELOAD = ("xrl_lite.tools",)
+PRELOAD = ("xrl_lite.tools.actor_tool",)
 _RESTART = RestartPolicy(max_restarts=100, window_s=60.0, backoff_s=0.0)
 
 
