@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_GAP = "logprob_gap/mean"
 END_TIMEOUT_S = 60.0
 """Longest time for `on_train_end`, which is called whatever has happened."""
 
@@ -197,6 +198,7 @@ class RLTrainer(ABC):
         """Of the step that is running."""
         self._advantages = AdvantageStep(settings.algorithm, in_parts=settings.trainer.parameter_sync_step > 1)
         self._health = StepHealth(settings.trainer, settings.algorithm, parts.folder.path / "rollouts")
+        self._steps_not_compared = 0
         self._evaluation_due = False
         self._saved_step = 0
         self._checkpoint: Path | None = None
@@ -317,6 +319,7 @@ class RLTrainer(ABC):
         await self.on_step_end()
         groups = [group for part in parts for group in part.groups]
         metrics = merge_metrics([(part.metrics, part.num_trajectories) for part in parts])
+        metrics |= await self._compare_models(metrics)
         self.parts.folder.write_trained(self.global_step, groups)
         self._write(metrics | self._judger_metrics(), [state for group in groups for state in group.states])
         self._evaluation_due = self._is_due(self.settings.evaluation.every_steps) or self._is_last
@@ -336,6 +339,8 @@ class RLTrainer(ABC):
         batch, batch_metrics = self._prepare_train_data(attempts)
         if baselines is not None:
             batch = replace(batch, reward_baselines=[baselines[group] for group in batch.groups])
+        if self.layout == "sync" and trainer.sync_weights_interval == 1:
+            batch = replace(batch, policy_versions=None)  # the present one, also where an agent does not tell
         with self.times.part("train"):
             if number == 0 and trainer.parameter_sync_step > 1:
                 await self.parts.engine.keep_policy()
@@ -367,6 +372,19 @@ class RLTrainer(ABC):
             metrics |= await self.parts.engine.train_batch(batch)
         await self.note("trained", step=batch.step, part=batch.part)
         return metrics
+
+    async def _compare_models(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Compare trainer and replicas, which hold the same weights now, if no sample of many steps could tell."""
+        every, check = self.settings.trainer.check_agreement_every, self.parts.agreement
+        self._steps_not_compared = 0 if _GAP in metrics else self._steps_not_compared + 1
+        if check is None or not 0 < every <= self._steps_not_compared or self.policy_version != self.global_step:
+            return {}
+        with self.times.part("agreement"):
+            gap = await check.run_again()
+        if gap is None:
+            return {}
+        self._steps_not_compared = 0
+        return {_GAP: gap}
 
     def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
         if self.settings.report.save_rollouts:
