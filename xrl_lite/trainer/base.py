@@ -37,6 +37,7 @@ Is woken by  the parts; a stop request is looked at between two steps
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -334,7 +335,7 @@ class RLTrainer(ABC):
         await self.on_sample_begin()
         groups, metrics = await self.sample_batch(trainer.groups_per_step // trainer.parameter_sync_step)
         attempts = [group.states for group in groups]
-        baselines = await self._greedy_baselines(attempts)
+        baselines = await self._greedy_baselines(attempts, number)
         await self.on_sample_end()
         batch, batch_metrics = self._prepare_train_data(attempts)
         if baselines is not None:
@@ -347,11 +348,14 @@ class RLTrainer(ABC):
             batch_metrics |= await self._train(replace(batch, step=self.global_step, part=number))
         return _Part(groups, batch_metrics | metrics, len(batch))
 
-    async def _greedy_baselines(self, groups: list[list[RolloutState]]) -> list[float] | None:
+    async def _greedy_baselines(self, groups: list[list[RolloutState]], part: int) -> list[float] | None:
         if "reward_baselines" not in self.settings.algorithm.requirements():
             return None
         with self.times.part("baselines"):
-            return await greedy_rewards(self.parts.manager, groups)
+            rewards = await greedy_rewards(self.parts.manager, groups)
+        scores = [None if math.isnan(reward) else reward for reward in rewards]  # JSON has no NaN
+        await self.note("baselines", step=self.global_step, part=part, scores=scores)
+        return rewards
 
     async def _train(self, batch: TrainBatch) -> dict[str, float]:
         metrics: dict[str, float] = {}
