@@ -58,9 +58,6 @@ class Engine(LocalWeights):
         self.batches.append(batch)
         return {"loss": 0.0, "grad_norm": 1.0, "logprob_gap/mean": 0.0} | self.metrics
 
-    async def release_memory(self) -> None:
-        """There is no device."""
-
     async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         folder.mkdir()
         (folder / "weights").write_text("w")
@@ -149,8 +146,8 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
         system, config=config, model_path="none", decode=lambda ids, _: "".join(map(chr, ids)), seed=0
     )
 
-    def encode(messages: list[dict[str, Any]]) -> list[int]:
-        return [int(messages[0]["content"])]
+    def encode(row: Row) -> list[int]:
+        return [int(row.prompt[0]["content"])]
 
     max_failed_groups = options.pop("max_failed_groups", 0)
     buffer = build_replay_buffer(
@@ -205,7 +202,7 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
         checkpoint=CheckpointConfig(**{"every_steps": 2, **options.pop("checkpoint", {})}),
         report=ReportConfig(completions_every=2),
         algorithm=AlgorithmConfig(**options.pop("algorithm", {})),
-        sleep_level=config.sleep_level or 0,
+        sleep_level=config.sleep_level,
     )
     assert not options
     made = cls(parts, settings, StopRequest())

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 import anyio
 
 from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
-from xrl_lite.actors.placement import Bundle
 from xrl_lite.agent_loop import (
     AgentLoop,
     AgentLoopManager,
@@ -36,18 +35,9 @@ from xrl_lite.agent_loop import (
 )
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.config import RunConfig, dump_config
-from xrl_lite.config.check import (
-    CheckedData,
-    CheckedTask,
-    check_data,
-    check_devices,
-    check_installed,
-    check_model,
-    check_resources,
-)
-from xrl_lite.config.devices import reserve_devices, with_shared_devices
+from xrl_lite.config.check import CheckedData, CheckedTask, check_data, check_installed, check_model, check_resources
 from xrl_lite.config.serve_config import ServeConfig
-from xrl_lite.data import EncodePrompt, Row, Sampler, make_group
+from xrl_lite.data import EncodeRow, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder, max_position_embeddings
 from xrl_lite.engine.controller import CriticController, TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
@@ -100,7 +90,6 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
     data = check_data(config)
     check_model(config)
     check_resources(config, data.judger_configs)
-    check_devices(config)
     callback = build_callback(config)
     summary = None
     with closing(open_folder(config)) as folder, logged_to(folder.logs / "driver.log"):
@@ -128,9 +117,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
                 async with open_trainer(
                     config, data, model_path, folder, system, reporter, callback, stop, lag
                 ) as trainer:
-                    # what is loaded stays: a full collection would walk over all of it, 0.2 s in the middle of a step
-                    gc.freeze()
-                    gc.set_threshold(*RARE_COLLECTIONS)
+                    collect_rarely()
                     async with lag.measured():
                         summary = await trainer.fit(checkpoint)
         reporter.summary(list(folder.metrics()), folder.path)
@@ -150,9 +137,6 @@ async def open_trainer(
     lag: LoopLag,
 ) -> AsyncGenerator[RLTrainer]:
     """Start the actors and connect the parts, as in the drawing above; close at the end what is to be closed."""
-    devices = reserve_devices(config, system)
-    if devices.shared:
-        config = with_shared_devices(config)
     engine = TrainingController(
         system,
         config=config.engine,
@@ -160,26 +144,26 @@ async def open_trainer(
         model_path=model_path,
         num_updates=config.num_updates,
         seed=config.seed,
-        bundle=devices.training,
     )
-    critic = build_critic(config, model_path, system, devices.training)
+    critic = build_critic(config, model_path, system)
     tokenizer = load_tokenizer(config, model_path)
     async with AsyncExitStack() as stack:
-        if devices.shared:  # an engine that measures how much memory there is must not see it taken meanwhile
-            await trainers_ready(engine, critic)
-        rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system, devices.rollout))
+        rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
         judgers = Judgers(data, system)
         replay_buffer = build_buffer(config, folder)
         stack.push_async_callback(replay_buffer.close)
         agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
         manager = await build_manager(config, rollout, agent_loops, judgers, replay_buffer)
-        producer = build_producer(config, data, tokenizer.encode, manager, replay_buffer)
+        producer = build_producer(config, data, tokenizer, manager, replay_buffer)
         evaluating = evaluating_manager(agent_loops)
-        num_tested = await self_test_judgers(judgers, data.tasks, tokenizer.encode)
+        encode = config.task.agent_loop_config.row_encoder(tokenizer)
+        num_tested = await self_test_judgers(judgers, data.tasks, tokenizer)
         for task in config.tasks:
             if (warning := truncation_warning(task.agent_loop_config.sample_params)) is not None:
                 reporter.note(f"warning: {warning}")
-        await trainers_ready(engine, critic)
+        await engine.ready()
+        if critic is not None:
+            await critic.ready()
         await rollout.ready()
         reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
         weight_sync = stack.enter_context(
@@ -194,8 +178,8 @@ async def open_trainer(
             manager=evaluating,
             producer=producer,
             replay_buffer=replay_buffer,
-            evaluator=build_evaluator(config, data.evaluation, evaluating, tokenizer.encode),
-            agreement=build_agreement_check(config, data, engine, rollout, tokenizer.encode),
+            evaluator=build_evaluator(config, data.evaluation, evaluating, encode),
+            agreement=build_agreement_check(config, data, engine, rollout, encode),
             judger=judgers,
             folder=folder,
             store=CheckpointStore(folder.checkpoints, keep=config.checkpoint.keep),
@@ -271,11 +255,18 @@ async def evaluate(
             rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
             judgers = Judgers(data, system)
             agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
-            evaluator = build_evaluator(config, data.evaluation, evaluating_manager(agent_loops), tokenizer.encode)
+            encode = config.task.agent_loop_config.row_encoder(tokenizer)
+            evaluator = build_evaluator(config, data.evaluation, evaluating_manager(agent_loops), encode)
             assert evaluator is not None, "there are held-out rows"
             await rollout.ready()
             about = {"model": model_path, "evaluation": config.evaluation.model_dump(mode="json"), "seed": config.seed}
             return await evaluator.evaluate(EvaluationRecord(record, about) if record else None)
+
+
+def collect_rarely() -> None:
+    """Have the garbage collector leave what is loaded alone: walking over all of it stops everything for 0.2 s."""
+    gc.freeze()
+    gc.set_threshold(*RARE_COLLECTIONS)
 
 
 async def serve(
@@ -323,6 +314,7 @@ async def serve(
             )
             with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async with gateway:
+                    collect_rarely()
                     on_ready(gateway)
                     async for _ in signals:
                         break
@@ -402,9 +394,7 @@ def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
     return Tokenizer.load(config.task.agent_loop_config.hf_checkpoint or model_path)
 
 
-def build_rollout(
-    config: RunConfig, model_path: str, tokenizer: Tokenizer, system: ActorSystem, bundle: Bundle | None = None
-) -> RolloutController:
+def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, system: ActorSystem) -> RolloutController:
     """Start the replicas; the controller is to be entered."""
     settings = config.rollout
     if any(task.produce_strategy_config.enable_partial_rollout for task in config.tasks):
@@ -419,7 +409,6 @@ def build_rollout(
         decode=tokenizer.decode,
         seed=config.seed,
         eos_token_ids=tokenizer.eos_token_ids,
-        bundle=bundle,
     )
 
 
@@ -429,9 +418,7 @@ def adapter_goes_alone(config: RunConfig) -> bool:
     return config.engine.lora is not None and config.rollout.adapter_sync == "alone" and takes_it
 
 
-def build_critic(
-    config: RunConfig, model_path: str, system: ActorSystem, bundle: Bundle | None
-) -> CriticController | None:
+def build_critic(config: RunConfig, model_path: str, system: ActorSystem) -> CriticController | None:
     """Start the critic's ranks, where the estimator needs values."""
     if not config.has_critic:
         return None
@@ -441,15 +428,7 @@ def build_critic(
         model_path=config.critic.path or model_path,
         num_updates=config.num_critic_updates,
         seed=config.seed,
-        bundle=bundle,
     )
-
-
-async def trainers_ready(engine: TrainingController, critic: CriticController | None) -> None:
-    """Wait until all ranks have loaded their models."""
-    await engine.ready()
-    if critic is not None:
-        await critic.ready()
 
 
 async def build_weight_sync(
@@ -459,7 +438,7 @@ async def build_weight_sync(
     settings = config.rollout
     name: str = settings.weight_transport
     if name == "auto":
-        name = choose_transport(frozenset(await engine.devices()), await rollout.devices())
+        name = choose_transport(frozenset(await engine.devices()), frozenset(await rollout.devices()))
     for adapter in rollout.adapters:
         if adapter.transports and name not in adapter.transports:
             raise ConfigError(
@@ -484,13 +463,13 @@ async def build_weight_sync(
 
 
 def build_agreement_check(
-    config: RunConfig, data: CheckedData, engine: TrainingController, rollout: RolloutController, encode: EncodePrompt
+    config: RunConfig, data: CheckedData, engine: TrainingController, rollout: RolloutController, encode: EncodeRow
 ) -> AgreementCheck:
     """Make the comparison of trainer and rollout engine, on prompts of the first task."""
     return AgreementCheck(
         rollout,
         engine,
-        prompts=[encode(row.prompt) for row in data.tasks[0].rows[: 2 * NUM_PROMPTS]],
+        prompts=[encode(row) for row in data.tasks[0].rows[: 2 * NUM_PROMPTS]],
         temperature=config.task.agent_loop_config.sample_params.temperature,
         dtypes={
             "engine.dtype": config.engine.dtype,
@@ -586,7 +565,7 @@ def evaluating_manager(agent_loops: Mapping[str, AgentLoop]) -> AgentLoopManager
 
 
 def build_producer(
-    config: RunConfig, data: CheckedData, encode: EncodePrompt, manager: Any, replay_buffer: ReplayBuffer
+    config: RunConfig, data: CheckedData, tokenizer: Tokenizer, manager: Any, replay_buffer: ReplayBuffer
 ) -> Producer:
     """Make what turns rows into groups."""
     tasks = [
@@ -596,7 +575,7 @@ def build_producer(
             strategy=task.config.produce_strategy_config,
             sampler=Sampler(
                 task.rows,
-                encode=encode,
+                encode=task.config.agent_loop_config.row_encoder(tokenizer),
                 group_size=task.config.sampler_config.prompt_repeat_k,
                 seed=config.seed,
                 shuffle=task.config.sampler_config.shuffle,
@@ -633,13 +612,13 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
         checkpoint=config.checkpoint,
         report=config.report,
         algorithm=config.resolved_algorithm,
-        sleep_level=config.rollout.sleep_level or 0,
+        sleep_level=config.rollout.sleep_level,
         max_tokens=config.engine.max_tokens_per_micro_batch,
     )
 
 
 def build_evaluator(
-    config: RunConfig, rows: Sequence[Row], manager: AgentLoopManager, encode: EncodePrompt
+    config: RunConfig, rows: Sequence[Row], manager: AgentLoopManager, encode: EncodeRow
 ) -> Evaluator | None:
     """Make the evaluator, if there are held-out rows."""
     if not rows:
@@ -672,12 +651,12 @@ def build_callback(config: RunConfig) -> CheckpointCallback:
     return callback(config=config)
 
 
-async def self_test_judgers(judgers: Judgers, tasks: Sequence[CheckedTask], encode: EncodePrompt) -> int:
+async def self_test_judgers(judgers: Judgers, tasks: Sequence[CheckedTask], tokenizer: Tokenizer) -> int:
     """Let every judger prove itself on a right and a wrong answer to a row of its own; return how many could."""
     tested: set[str] = set()
     for task in tasks:
         first_of_source = {str(row.data_source): row for row in reversed(task.rows)}
         for row in first_of_source.values():
-            state = make_group(row, encode(row.prompt), group_id=0, group_size=1)[0]
+            state = make_group(row, tokenizer.encode(row.prompt), group_id=0, group_size=1)[0]
             tested |= {result.judger for result in await self_test(judgers.of(task), state)}
     return len(tested)

@@ -607,7 +607,7 @@ async def test_a_batch_is_generated_by_an_engine_and_judged(system: ActorSystem)
     rows = [Row(index=n, prompt=[{"role": "user", "content": str(n)}], ground_truth="A") for n in range(8)]
     sampler = Sampler(
         rows,
-        encode=lambda messages: [int(messages[0]["content"])],
+        encode=lambda row: [int(row.prompt[0]["content"])],
         group_size=8,
         shuffle=False,
         seed=0,

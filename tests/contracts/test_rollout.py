@@ -523,7 +523,7 @@ def make_producer(
     manager = AgentLoopManager(loops, replay_buffer=buffer, requests=controller)
     sampler = Sampler(
         rows,
-        encode=lambda messages: [int(messages[0]["content"])],
+        encode=lambda row: [int(row.prompt[0]["content"])],
         group_size=2,
         shuffle=False,
         seed=0,

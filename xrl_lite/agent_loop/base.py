@@ -11,8 +11,9 @@ import anyio
 from pydantic import Field
 
 from xrl_lite.actors import CPUResourcesConfig
-from xrl_lite.data import RolloutState, Row, SampleParams, Status
+from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status
 from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
+from xrl_lite.judger import NativeJudger
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
 from xrl_lite.registry import Registry
 from xrl_lite.settings import Settings
@@ -56,6 +57,10 @@ class AgentLoopConfig(Settings, ABC):
 
     judge_grace_s: float = Field(default=10.0, ge=0)
     """How long a judgement may still take once the loop is paused; then its attempts are ABORTED."""
+
+    mask_unfinished_episode: bool = False
+    """Do not train on attempts that were cut short, by a limit of tokens or turns or, as an agent says with
+    ``finished: false`` about its reward, by itself. Their rewards count in their groups all the same."""
 
     cpu_resources: CPUResourcesConfig | None = None
     """Run the loops in so many processes of their own; in the driver when not given."""
@@ -112,6 +117,10 @@ class AgentLoopConfig(Settings, ABC):
         """
         return self.max_response_tokens + (max_prompt_tokens or 1)
 
+    def row_encoder(self, tokenizer: Tokenizer) -> EncodeRow:
+        """Return what makes tokens of the prompts of rows, as agents of this loop show them to the model."""
+        return lambda row: tokenizer.encode(row.prompt)
+
     def planned_actors(self) -> Iterator[tuple[str, float]]:
         """Yield name and CPU slots of every actor that the loop will start.
 
@@ -139,6 +148,7 @@ class AgentLoop(ABC):
         sample_params: How to sample where the state does not say.
         enable_batch_judge: Judge groups in one call.
         judge_grace_s: How long a judgement may take once the loop is paused.
+        mask_unfinished_episode: Give attempts that were cut short a mask of zeros.
     """
 
     def __init__(
@@ -149,12 +159,14 @@ class AgentLoop(ABC):
         sample_params: SampleParams,
         enable_batch_judge: bool = False,
         judge_grace_s: float = 10.0,
+        mask_unfinished_episode: bool = False,
     ) -> None:
         self.rollout_ctl = rollout_ctl
         self.judger = judger
         self.sample_params = sample_params
         self.enable_batch_judge = enable_batch_judge
         self._judge_grace_s = judge_grace_s
+        self._mask_unfinished_episode = mask_unfinished_episode
         self._paused = anyio.Event()
 
     @abstractmethod
@@ -191,7 +203,10 @@ class AgentLoop(ABC):
                 for index, state in enumerate(rollout_states):
                     state.sample_params = sample_params or self.sample_params
                     attempts.start_soon(partial(run, index, state))
-        return await self._judge_group(finished)
+        judged = await self._judge_group(finished)
+        if self._mask_unfinished_episode:
+            mask_unfinished(judged)
+        return [state for states in judged for state in states]
 
     async def run_judger(self, states: RolloutState | list[RolloutState]) -> Any:
         """Judge a state, or several in one call, and return what the judger returns.
@@ -243,7 +258,7 @@ class AgentLoop(ABC):
     async def aclose(self) -> None:
         """Give back what the loop holds: processes, tools."""
 
-    async def _judge_group(self, attempts: list[list[RolloutState]]) -> list[RolloutState]:
+    async def _judge_group(self, attempts: list[list[RolloutState]]) -> list[list[RolloutState]]:
         """Judge a group in one call where that is asked for; only the last trajectory of an attempt is judged."""
         if self.judger is not None and self.enable_batch_judge:
             waiting = [states for states in attempts if states and needs_judgement(states[-1])]
@@ -252,7 +267,7 @@ class AgentLoop(ABC):
                 for states, last in zip(waiting, judged, strict=True):
                     states[-1] = last
                     spread_judgement(states)
-        return [state for states in attempts for state in states]
+        return attempts
 
 
 def needs_judgement(state: RolloutState) -> bool:
@@ -267,6 +282,24 @@ def spread_judgement(states: Sequence[RolloutState]) -> None:
         state.reward = None if last.reward is None else dict(last.reward)
         if last.status is not Status.COMPLETED:
             state.status, state.error_msg = last.status, last.error_msg
+
+
+def mask_unfinished(attempts: Sequence[Sequence[RolloutState]]) -> None:
+    """Give all trajectories of attempts that were cut short a mask of zeros: they are not trained on."""
+    for states in attempts:
+        if states and _is_unfinished(states[-1]):
+            for state in states:
+                state.response_mask = [0] * len(state.response_ids or ())
+
+
+def _is_unfinished(last: RolloutState) -> bool:
+    fields = last.extra_fields
+    return last.status is Status.COMPLETED and (
+        last.finish_reason == "length"
+        or fields.get("stopped_by", "no_tool_call") != "no_tool_call"
+        or bool(fields.get("was_truncated"))
+        or not fields.get("reward_info", {}).get("finished", True)
+    )
 
 
 def is_to_be_run(state: RolloutState) -> bool:
@@ -286,8 +319,6 @@ def check_batch_judge(config: AgentLoopConfig, judger_config: JudgerConfig | Com
     """
     if not config.enable_batch_judge:
         return
-    from xrl_lite.judger import NativeJudger  # settings are read without it
-
     for leaf in leaves(judger_config):
         judger = leaf.build_local()
         if isinstance(judger, NativeJudger) and type(judger).judge_payload is NativeJudger.judge_payload:

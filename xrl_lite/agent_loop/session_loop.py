@@ -71,6 +71,7 @@ class SessionLoop(AgentLoop):
             sample_params=config.sample_params,
             enable_batch_judge=config.enable_batch_judge,
             judge_grace_s=config.judge_grace_s,
+            mask_unfinished_episode=config.mask_unfinished_episode,
         )
         self._tokenizer = tokenizer
         self._default_agent = default_agent

@@ -14,7 +14,7 @@ from xrl_lite.agent_loop.client import StateClient
 from xrl_lite.agent_loop.output import AgentLoopOutput
 from xrl_lite.agent_loop.session_loop import SessionLoop, row_of, tokenizer_of
 from xrl_lite.agent_loop.tool_agent import RowTools
-from xrl_lite.data import RolloutState, Row, SampleParams
+from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams
 from xrl_lite.data.token_builder import OnRewrite
 from xrl_lite.data.tokenizer import read_template
 from xrl_lite.errors import ConfigError, did_you_mean
@@ -81,6 +81,22 @@ class AgentsConfig(AgentLoopConfig):
     @property
     def max_response_tokens(self) -> int:
         return self.response_length or self.sample_params.max_tokens
+
+    def row_encoder(self, tokenizer: Tokenizer) -> EncodeRow:
+        from xrl_lite.data.chat_template import ChatTemplate
+
+        template = ChatTemplate(tokenizer.with_template(self.chat_template, self.template_kwargs))
+        read = [source.schema() for source in read_tools(self.tools)]
+        schemas = {str(schema["function"]["name"]): schema for schema in read}
+
+        def encode(row: Row) -> list[int]:
+            if (row.agent_name or self.default_agent_loop) == "single_turn_agent":
+                return template.encode(row.prompt)
+            selection = RowTools.of({"extra_info": row.extra_info}).selection
+            shown = [schema for name, schema in schemas.items() if selection is None or name in selection]
+            return template.encode(row.prompt, tools=shown or None)
+
+        return encode
 
     def planned_actors(self) -> Iterator[tuple[str, float]]:
         yield from super().planned_actors()

@@ -31,6 +31,7 @@ class SingleTurnAgentLoopConfig(AgentLoopConfig):
             sample_params=self.sample_params,
             enable_batch_judge=self.enable_batch_judge,
             judge_grace_s=self.judge_grace_s,
+            mask_unfinished_episode=self.mask_unfinished_episode,
         )
 
 

@@ -101,12 +101,12 @@ class ToolAgentLoop(AgentLoopBase):
                 return "aborted", finish
             if tokens.num_added >= settings.response_length:
                 return "response_length", "length"
+            if not calls:
+                return "no_tool_call", finish
             if settings.max_assistant_turns and data.assistant_turns >= settings.max_assistant_turns:
                 return "max_assistant_turns", finish
             if settings.max_user_turns and data.user_turns >= settings.max_user_turns:
                 return "max_user_turns", finish
-            if not calls:
-                return "no_tool_call", finish
             if not await self._answer(tokens, tools, data, calls):
                 return "response_length", "length"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from pydantic import Field
 
@@ -16,8 +16,8 @@ from xrl_lite.settings import Settings
 
 logger = get_logger(__name__)
 
-EncodePrompt = Callable[[list[dict[str, Any]]], list[int]]
-"""Chat messages -> prompt token ids, generation prompt included."""
+EncodeRow = Callable[[Row], list[int]]
+"""A row -> the tokens of its prompt, with the generation prompt, and with the tools that its agent shows the model."""
 
 
 class SamplerConfig(Settings):
@@ -33,7 +33,8 @@ class SamplerConfig(Settings):
     """Draw each epoch in an order of its own (from the run's seed); False keeps the order of the rows."""
 
     max_prompt_tokens: int | None = Field(default=None, gt=0)
-    """Prompts longer than this are left out, and counted in the log; None takes all."""
+    """Prompts longer than this are left out, and counted in the log; None takes all. Schemas of tools count, but for
+    those of MCP servers, which are not known before they are asked."""
 
 
 class SamplerState(TypedDict):
@@ -49,7 +50,7 @@ class Sampler:
 
     Args:
         rows: The rows.
-        encode: Renders and encodes a prompt.
+        encode: Renders and encodes the prompt of a row.
         group_size: Attempts per prompt.
         seed: Seed of the order.
         shuffle: New order each epoch.
@@ -61,7 +62,7 @@ class Sampler:
         self,
         rows: Sequence[Row],
         *,
-        encode: EncodePrompt,
+        encode: EncodeRow,
         group_size: int,
         seed: int = 0,
         shuffle: bool = True,
@@ -91,7 +92,7 @@ class Sampler:
         """
         while True:
             row = self._next_row()
-            prompt_ids = self._encode(row.prompt)
+            prompt_ids = self._encode(row)
             if self._max_prompt_tokens is None or len(prompt_ids) <= self._max_prompt_tokens:
                 group = make_group(row, prompt_ids, self._num_groups, self._group_size, task_name=self._task_name)
                 self._num_groups += 1
@@ -110,7 +111,7 @@ class Sampler:
                 f"Row {row} of task {self._task_name} was drawn before, and is not among the {len(self._rows)} rows "
                 f"any more. Go on with the rows that the run began with."
             )
-        return make_group(found, self._encode(found.prompt), group_id, self._group_size, task_name=self._task_name)
+        return make_group(found, self._encode(found), group_id, self._group_size, task_name=self._task_name)
 
     def state_dict(self) -> SamplerState:
         """Return the position, as values that JSON can hold."""
@@ -177,8 +178,8 @@ def make_group(
 
 
 def each_row_once(
-    rows: Sequence[Row], *, encode: EncodePrompt, group_size: int = 1, task_name: str | None = None
+    rows: Sequence[Row], *, encode: EncodeRow, group_size: int = 1, task_name: str | None = None
 ) -> Iterator[list[RolloutState]]:
     """Yield a group per row, in order: what evaluation runs on."""
     for position, row in enumerate(rows):
-        yield make_group(row, encode(row.prompt), position, group_size, task_name=task_name)
+        yield make_group(row, encode(row), position, group_size, task_name=task_name)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from xrl_lite.agent_loop.manager import AgentLoopManager
-from xrl_lite.data import EncodePrompt, RolloutState, Row, SampleParams, Status, each_row_once, split_sessions
+from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status, each_row_once, split_sessions
 from xrl_lite.errors import RunError
 from xrl_lite.metrics import bootstrap_interval, majority_score, pass_at_k
 
@@ -98,7 +98,7 @@ class Evaluator:
     Args:
         manager: Runs groups.
         rows: Held-out rows.
-        encode: Renders and encodes a prompt.
+        encode: Renders and encodes the prompt of a row.
         sample_params: Ways of sampling, by name.
         success_score: A score above this counts as right.
         num_samples: Attempts per row, by way of sampling; one where there is none.
@@ -109,7 +109,7 @@ class Evaluator:
         manager: AgentLoopManager,
         *,
         rows: Sequence[Row],
-        encode: EncodePrompt,
+        encode: EncodeRow,
         sample_params: dict[str, SampleParams],
         success_score: float,
         num_samples: Mapping[str, int] | None = None,

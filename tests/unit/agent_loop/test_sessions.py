@@ -13,7 +13,14 @@ from pydantic import ValidationError
 
 from tests.chat_templates import make_tokenizer
 from xrl_lite.actors import CPUResourcesConfig
-from xrl_lite.agent_loop import AgentLoopBase, AgentLoopOutput, AgentsConfig, TaskSpecConfig, register
+from xrl_lite.agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    AgentsConfig,
+    SingleTurnAgentLoopConfig,
+    TaskSpecConfig,
+    register,
+)
 from xrl_lite.agent_loop.base import check_batch_judge
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Row, SampleParams, Status
@@ -68,6 +75,35 @@ async def run(config: AgentsConfig, rollout: ScriptedRolloutCtl, **extra: Any) -
 def trained_text(state: RolloutState) -> str:
     pairs = zip(state.response_ids or [], state.response_mask or [], strict=True)
     return QWEN3.decode([token for token, mask in pairs if mask], False)
+
+
+# --- prompts
+
+
+def test_a_prompt_is_as_long_as_its_agent_shows_it(tmp_path: Path) -> None:
+    file = tmp_path / "tools.yaml"
+    (tmp_path / "text.txt").write_text("Paris", encoding="utf-8")
+    source = {"class_name": "search_folder", "config": {"folder": str(tmp_path)}}  # its class knows the schema
+    file.write_text(json.dumps({"tools": [source]}), encoding="utf-8")
+    config = AgentsConfig(tools=ToolsConfig(builtin=["calculator"], tool_config_path=file))
+    encode = config.row_encoder(QWEN3)
+
+    def shown(agent_name: str | None = None, **extra_info: Any) -> str:
+        prompt = [{"role": "user", "content": "What is 3 + 4?"}]
+        row = Row(index=0, prompt=prompt, ground_truth="7", agent_name=agent_name, extra_info=extra_info)
+        return QWEN3.decode(encode(row), False)
+
+    assert "calculator" in shown()
+    assert "search" in shown()
+    assert "search" not in shown(tool_selection=["calculator"])
+    assert "calculator" not in shown("single_turn_agent")
+
+
+async def test_the_prompt_that_is_measured_is_the_one_that_is_sampled_from() -> None:
+    config = AgentsConfig(tools=CALCULATOR, template_kwargs={"enable_thinking": False})
+    (state,) = await run(config, scripted(ANSWER))
+    row = Row(index=0, prompt=make_state().message, ground_truth="7")
+    assert config.row_encoder(QWEN3)(row) == state.prompt_ids
 
 
 # --- the tool loop
@@ -137,6 +173,7 @@ async def test_formats_and_templates_go_together(family: str, call_format: str, 
         ({}, [ANSWER], "no_tool_call", 2),
         ({"response_length": 8}, [CALL], "response_length", 2),
         ({"max_assistant_turns": 2}, [CALL, CALL], "max_assistant_turns", 4),
+        ({"max_assistant_turns": 2}, [CALL, ANSWER], "no_tool_call", 4),
         ({"max_user_turns": 1}, [CALL, CALL], "max_user_turns", 4),
     ],
 )
@@ -145,6 +182,36 @@ async def test_stop_rules(limits: dict[str, int], texts: list[str], stopped_by: 
     assert state.extra_fields["stopped_by"] == stopped_by
     assert state.extra_fields["num_turns"] == num_turns
     assert (state.response_mask or [])[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "texts", "is_trained"),
+    [
+        ({}, [CALL, ANSWER], True),
+        ({"max_assistant_turns": 2}, [CALL, ANSWER], True),
+        ({"max_assistant_turns": 1}, [CALL], False),
+        ({"max_user_turns": 1}, [CALL, CALL], False),
+        ({"response_length": 8}, [CALL], False),
+    ],
+)
+async def test_what_was_cut_short_is_judged_but_not_trained_on(
+    limits: dict[str, int], texts: list[str], is_trained: bool
+) -> None:
+    config = AgentsConfig(tools=CALCULATOR, mask_unfinished_episode=True, **limits)
+    (state,) = await run(config, scripted(*texts))
+    assert (state.status, state.reward is None) == (Status.COMPLETED, False)
+    assert len(state.response_mask or []) == len(state.response_ids or [])
+    assert any(state.response_mask or []) == is_trained
+
+
+async def test_a_single_response_that_was_cut_is_not_trained_on() -> None:
+    config = SingleTurnAgentLoopConfig(mask_unfinished_episode=True)
+    loop = config.build(scripted("too long", ANSWER), Judger())
+    params = SampleParams(max_tokens=len(QWEN3.encode_text(ANSWER)) - 1)
+    cut, *_ = await loop.generate_group([make_state()], sample_params=params)
+    whole, *_ = await loop.generate_group([make_state()], sample_params=SampleParams(max_tokens=400))
+    assert [any(state.response_mask or []) for state in (cut, whole)] == [False, True]
+    assert cut.reward is not None
 
 
 async def test_an_answer_of_a_tool_without_room_to_be_answered_is_left_out() -> None:

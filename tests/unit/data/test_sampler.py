@@ -16,8 +16,8 @@ def make_rows(count: int) -> list[Row]:
     ]
 
 
-def encode(messages: list[dict[str, str]]) -> list[int]:
-    return [1] * len(messages[0]["content"])
+def encode(row: Row) -> list[int]:
+    return [1] * len(row.prompt[0]["content"])
 
 
 def rows_of(sampler: Sampler, count: int) -> list[int]:

@@ -48,6 +48,11 @@ async def posts_a_reward(session: SessionHandle, **_: Any) -> None:
         await client.post(session.reward_info_url, json={"reward_info": {"reward": 1.0, "acc": True, "note": "x"}})
 
 
+async def did_not_finish(session: SessionHandle) -> dict[str, Any]:
+    await say(session, "hi")
+    return {"reward": 0.5, "finished": False}
+
+
 async def gives_no_reward(session: SessionHandle) -> None:
     await say(session, "hi")
 
@@ -153,6 +158,13 @@ async def test_a_posted_reward_goes_before_the_judger_and_else_the_judger_is_ask
     assert state.extra_fields["reward_info"] == {"acc": True, "note": "x"}
     (state,) = await run(config_of("gives_no_reward"))
     assert state.reward == {"score": 0.25, "turns": 2}
+
+
+@pytest.mark.parametrize(("name", "is_trained"), [("did_not_finish", False), ("gives_no_reward", True)])
+async def test_an_agent_may_say_that_it_did_not_finish(name: str, is_trained: bool) -> None:
+    (state,) = await run(config_of(name, mask_unfinished_episode=True))
+    assert (state.status, state.reward is None) == (Status.COMPLETED, False)
+    assert any(state.response_mask or []) == is_trained
 
 
 @pytest.mark.parametrize(("selection", "num_turns"), [("all", [2, 1]), ("longest", [2]), ("last", [1])])
