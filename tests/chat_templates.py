@@ -286,6 +286,8 @@ def make_tokenizer(family: str) -> PreTrainedTokenizerFast:
     )
 
 
+@cache
 def make_template(family: str, **template_kwargs: Any) -> ChatTemplate:
+    """A template of a family; the same object for the same arguments, since looking at one takes a while."""
     tokenizer = Tokenizer(make_tokenizer(family), template_kwargs=template_kwargs)
     return ChatTemplate(tokenizer, end_ids=tokenizer.token_ids_of(FAMILIES[family].end))

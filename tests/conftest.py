@@ -51,6 +51,8 @@ def tiny_model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def children_of(pid: int) -> set[int]:
     """Live processes below `pid`, fork servers of pytest-wide fixtures and the like included."""
+    if pid == os.getpid() and not has_children():
+        return set()
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -66,6 +68,15 @@ def children_of(pid: int) -> set[int]:
         frontier = {child for child, parent in parents.items() if parent in frontier} - found
         found |= frontier
     return found
+
+
+def has_children() -> bool:
+    """Whether this process has children, ended ones that nobody waited for included."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def describe(pid: int) -> str:

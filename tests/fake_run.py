@@ -58,6 +58,9 @@ class Engine(LocalWeights):
         self.batches.append(batch)
         return {"loss": 0.0, "grad_norm": 1.0, "logprob_gap/mean": 0.0} | self.metrics
 
+    async def release_memory(self) -> None:
+        """There is no device."""
+
     async def save_checkpoint(self, folder: Path, *, hf_folder: Path | None = None) -> None:
         folder.mkdir()
         (folder / "weights").write_text("w")
@@ -202,7 +205,7 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
         checkpoint=CheckpointConfig(**{"every_steps": 2, **options.pop("checkpoint", {})}),
         report=ReportConfig(completions_every=2),
         algorithm=AlgorithmConfig(**options.pop("algorithm", {})),
-        sleep_level=config.sleep_level,
+        sleep_level=config.sleep_level or 0,
     )
     assert not options
     made = cls(parts, settings, StopRequest())

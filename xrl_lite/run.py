@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import anyio
 
 from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
+from xrl_lite.actors.placement import Bundle
 from xrl_lite.agent_loop import (
     AgentLoop,
     AgentLoopManager,
@@ -35,7 +36,16 @@ from xrl_lite.agent_loop import (
 )
 from xrl_lite.algorithms.preload import MODEL_MODULES
 from xrl_lite.config import RunConfig, dump_config
-from xrl_lite.config.check import CheckedData, CheckedTask, check_data, check_installed, check_model, check_resources
+from xrl_lite.config.check import (
+    CheckedData,
+    CheckedTask,
+    check_data,
+    check_devices,
+    check_installed,
+    check_model,
+    check_resources,
+)
+from xrl_lite.config.devices import reserve_devices, with_shared_devices
 from xrl_lite.config.serve_config import ServeConfig
 from xrl_lite.data import EncodeRow, Row, Sampler, make_group
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder, max_position_embeddings
@@ -90,6 +100,7 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
     data = check_data(config)
     check_model(config)
     check_resources(config, data.judger_configs)
+    check_devices(config)
     callback = build_callback(config)
     summary = None
     with closing(open_folder(config)) as folder, logged_to(folder.logs / "driver.log"):
@@ -137,6 +148,9 @@ async def open_trainer(
     lag: LoopLag,
 ) -> AsyncGenerator[RLTrainer]:
     """Start the actors and connect the parts, as in the drawing above; close at the end what is to be closed."""
+    devices = reserve_devices(config, system)
+    if devices.shared:
+        config = with_shared_devices(config)
     engine = TrainingController(
         system,
         config=config.engine,
@@ -144,11 +158,14 @@ async def open_trainer(
         model_path=model_path,
         num_updates=config.num_updates,
         seed=config.seed,
+        bundle=devices.training,
     )
-    critic = build_critic(config, model_path, system)
+    critic = build_critic(config, model_path, system, devices.training)
     tokenizer = load_tokenizer(config, model_path)
     async with AsyncExitStack() as stack:
-        rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
+        if devices.shared:  # an engine that measures how much memory there is must not see it taken meanwhile
+            await trainers_ready(engine, critic)
+        rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system, devices.rollout))
         judgers = Judgers(data, system)
         replay_buffer = build_buffer(config, folder)
         stack.push_async_callback(replay_buffer.close)
@@ -161,9 +178,7 @@ async def open_trainer(
         for task in config.tasks:
             if (warning := truncation_warning(task.agent_loop_config.sample_params)) is not None:
                 reporter.note(f"warning: {warning}")
-        await engine.ready()
-        if critic is not None:
-            await critic.ready()
+        await trainers_ready(engine, critic)
         await rollout.ready()
         reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
         weight_sync = stack.enter_context(
@@ -394,7 +409,9 @@ def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
     return Tokenizer.load(config.task.agent_loop_config.hf_checkpoint or model_path)
 
 
-def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, system: ActorSystem) -> RolloutController:
+def build_rollout(
+    config: RunConfig, model_path: str, tokenizer: Tokenizer, system: ActorSystem, bundle: Bundle | None = None
+) -> RolloutController:
     """Start the replicas; the controller is to be entered."""
     settings = config.rollout
     if any(task.produce_strategy_config.enable_partial_rollout for task in config.tasks):
@@ -409,6 +426,7 @@ def build_rollout(config: RunConfig, model_path: str, tokenizer: Tokenizer, syst
         decode=tokenizer.decode,
         seed=config.seed,
         eos_token_ids=tokenizer.eos_token_ids,
+        bundle=bundle,
     )
 
 
@@ -418,7 +436,9 @@ def adapter_goes_alone(config: RunConfig) -> bool:
     return config.engine.lora is not None and config.rollout.adapter_sync == "alone" and takes_it
 
 
-def build_critic(config: RunConfig, model_path: str, system: ActorSystem) -> CriticController | None:
+def build_critic(
+    config: RunConfig, model_path: str, system: ActorSystem, bundle: Bundle | None
+) -> CriticController | None:
     """Start the critic's ranks, where the estimator needs values."""
     if not config.has_critic:
         return None
@@ -428,7 +448,15 @@ def build_critic(config: RunConfig, model_path: str, system: ActorSystem) -> Cri
         model_path=config.critic.path or model_path,
         num_updates=config.num_critic_updates,
         seed=config.seed,
+        bundle=bundle,
     )
+
+
+async def trainers_ready(engine: TrainingController, critic: CriticController | None) -> None:
+    """Wait until all ranks have loaded their models."""
+    await engine.ready()
+    if critic is not None:
+        await critic.ready()
 
 
 async def build_weight_sync(
@@ -438,7 +466,7 @@ async def build_weight_sync(
     settings = config.rollout
     name: str = settings.weight_transport
     if name == "auto":
-        name = choose_transport(frozenset(await engine.devices()), frozenset(await rollout.devices()))
+        name = choose_transport(frozenset(await engine.devices()), await rollout.devices())
     for adapter in rollout.adapters:
         if adapter.transports and name not in adapter.transports:
             raise ConfigError(
@@ -612,7 +640,7 @@ def trainer_settings(config: RunConfig) -> TrainerSettings:
         checkpoint=config.checkpoint,
         report=config.report,
         algorithm=config.resolved_algorithm,
-        sleep_level=config.rollout.sleep_level,
+        sleep_level=config.rollout.sleep_level or 0,
         max_tokens=config.engine.max_tokens_per_micro_batch,
     )
 

@@ -105,6 +105,7 @@ def measure_buffer(num_trajectories: int, response_tokens: int, folder: Path | N
     if folder:
         size = sum(path.stat().st_size for path in folder.iterdir())
         figure["bytes_per_token"] = round(size / num_trajectories / (PROMPT_TOKENS + response_tokens), 2)
+        figure |= asyncio.run(restart(folder, settings, figure["trajectories"] // GROUP_SIZE // GROUPS_PER_STEP))
     show(f"buffer {'on disk' if folder else 'in memory'}, compression {level}", figure)
     return figure
 
@@ -116,12 +117,12 @@ async def fill_and_drain(
     make = trajectory_maker(response_tokens)
     num_groups = num_trajectories // GROUP_SIZE
     num_steps = num_groups // GROUPS_PER_STEP
-    tenths: list[float] = []
+    tenths: list[tuple[float, float]] = []
     gc.collect()
     gc.freeze()
     started, cpu_started, number = time.perf_counter(), cpu_s(), 0
     made_s = made_cpu_s = 0.0
-    part_started, part_made = started, 0.0
+    before = (0.0, 0.0)
     for step in range(1, num_steps + 1):
         while number < min(num_groups, step * GROUPS_PER_STEP + WAITING_GROUPS):
             making, making_cpu = time.perf_counter(), cpu_s()
@@ -133,10 +134,9 @@ async def fill_and_drain(
         groups, _ = await buffer.sample(step, "train", GROUPS_PER_STEP)
         assert sum(len(group.states) for group in groups) == GROUPS_PER_STEP * GROUP_SIZE
         if step * 10 // num_steps > (step - 1) * 10 // num_steps:
-            now = time.perf_counter()
-            count = GROUPS_PER_STEP * GROUP_SIZE * num_steps / 10
-            tenths.append(count / (now - part_started - (made_s - part_made)))
-            part_started, part_made = now, made_s
+            spent = (time.perf_counter() - started - made_s, cpu_s() - cpu_started - made_cpu_s)
+            tenths.append((spent[0] - before[0], spent[1] - before[1]))
+            before = spent
     await buffer.flush()
     wall = time.perf_counter() - started - made_s
     trained = num_steps * GROUPS_PER_STEP * GROUP_SIZE
@@ -146,9 +146,21 @@ async def fill_and_drain(
         "trajectories": trained,
         "per_second_wall": round(trained / wall),
         "cpu_us_per_trajectory": round(cpu / trained * 1e6),
-        "last_tenth_over_first": round(tenths[-1] / tenths[0], 2),
+        "rate_of_last_tenth_over_first": round(tenths[0][0] / tenths[-1][0], 2),
+        "cpu_of_last_tenth_over_first": round(tenths[-1][1] / tenths[0][1], 2),
         "peak_rss_mb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024),
     }
+
+
+async def restart(folder: Path, settings: ReplayBufferConfig, step: int) -> dict[str, Any]:
+    """Go on from the file, as a run does that was killed after a step."""
+    started = time.perf_counter()
+    buffer = build_replay_buffer(settings, trainer_mode="separate_async", store=SQLiteStore(folder / "buffer.sqlite"))
+    await buffer.restore(step, keep_newer=True)
+    took = time.perf_counter() - started
+    figure = {"restart_s": round(took, 2), "groups_waiting_after_restart": len(buffer)}
+    await buffer.close()
+    return figure
 
 
 async def insert(buffer: ReplayBuffer, batch: list[list[RolloutState]], first: int, step: int) -> None:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 import xrl_lite
 from xrl_lite import errors
+from xrl_lite.judger.build import PRELOAD
 from xrl_lite.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,6 +32,14 @@ LIGHT = (
     "xrl_lite.replay_buffer",
     "xrl_lite.tools",
     "xrl_lite.agent_loop",
+    "xrl_lite.algorithms",
+    "xrl_lite.metrics",
+)
+LAZY = LIGHT[1:]
+NOT_FOR_SETTINGS = (
+    *("numpy", "httpx", "rich", "starlette", "uvloop", "cloudpickle", "sqlite3", "isal"),
+    *("xrl_lite.actors.system", "xrl_lite.judger.native", "xrl_lite.replay_buffer.buffer", "xrl_lite.tools.toolbox"),
+    *("xrl_lite.agent_loop.manager", "xrl_lite.trainer.base", "xrl_lite.rollout.controller"),
 )
 
 
@@ -54,20 +63,66 @@ def test_imports_go_down_only() -> None:
     assert result.returncode == 0, result.stdout
 
 
+def loaded_by(code: str, names: tuple[str, ...]) -> list[str]:
+    """Which of the modules a fresh interpreter has loaded after some code."""
+    result = run_tool("-c", f"{code}\nimport sys; print(*(name for name in {names!r} if name in sys.modules))")
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
+
+
 @pytest.mark.parametrize("name", LIGHT)
-def test_import_loads_nothing_heavy(name: str) -> None:
-    code = f"import sys, {name}; print([m for m in {HEAVY!r} if m in sys.modules])"
-    assert run_tool("-c", code).stdout.strip() == "[]"
+def test_no_public_name_loads_anything_heavy(name: str) -> None:
+    code = f"import {name} as package\nfor name in getattr(package, '__all__', ()): getattr(package, name)"
+    assert loaded_by(code, HEAVY) == []
 
 
-def test_reading_a_config_loads_nothing_heavy() -> None:
+def test_importing_actors_loads_only_what_is_used() -> None:
+    unused = ("asyncio", "cloudpickle", "xrl_lite.actors.system")
+    assert loaded_by("import xrl_lite.actors", (*HEAVY, *NOT_FOR_SETTINGS, *unused)) == []
+    unused = ("pydantic", "anyio", "importlib.metadata")
+    assert loaded_by("from xrl_lite.actors import ActorSystem", (*HEAVY, "numpy", "httpx", "rich", *unused)) == []
+
+
+def test_reading_a_config_loads_settings_only() -> None:
     code = (
-        "import sys; from pathlib import Path; from xrl_lite.config import load_config; "
-        "load_config(Path('configs/quickstart.yaml')); "
-        f"print([m for m in {HEAVY!r} if m in sys.modules])"
+        "from pathlib import Path; from xrl_lite.config import load_config; "
+        "load_config(Path('configs/quickstart.yaml'))"
     )
+    assert loaded_by(code, (*HEAVY, *NOT_FOR_SETTINGS)) == []
+
+
+def test_a_fresh_judger_worker_finds_everything_preloaded() -> None:
+    code = f"""
+import sys, importlib
+for name in {PRELOAD!r}:
+    importlib.import_module(name)
+preloaded = set(sys.modules)
+from xrl_lite.judger import JudgerActor, JudgerConfig
+config = JudgerConfig(judger_name="j", reward_handler=lambda response, label, extra_info: {{"score": 1.0}})
+assert JudgerActor(config).judge_payload({{"response": "a", "label": "a"}}) == {{"score": 1.0}}
+print(*(name for name in set(sys.modules) - preloaded if name.startswith("xrl_lite")))
+"""
     result = run_tool("-c", code)
-    assert result.stdout.strip() == "[]", result.stderr
+    assert (result.stdout.split(), result.returncode) == ([], 0), result.stderr
+
+
+@pytest.mark.parametrize("package", LAZY)
+def test_lazy_package_offers_what_it_says_it_does(package: str) -> None:
+    module = importlib.import_module(package)
+    names = {name for name in dir(module) if not name.startswith("_")}
+    assert set(module.__all__) <= names
+    submodules = {info.name for info in pkgutil.iter_modules(module.__path__)}
+    assert not submodules & set(module.__all__), "a submodule would replace the name as soon as it is imported"
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
+        _ = module.nothing
+
+
+def test_names_of_a_lazy_package_are_those_of_their_modules() -> None:
+    from xrl_lite import judger
+    from xrl_lite.judger.config import JudgerConfig
+
+    assert judger.JudgerConfig is JudgerConfig
+    assert pickle.loads(pickle.dumps(judger.JudgerConfig)) is JudgerConfig
 
 
 def test_every_error_pickles() -> None:

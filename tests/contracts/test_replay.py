@@ -14,6 +14,7 @@ from tests.build import without_times
 from tests.fake_run import Engine, Judger, fit, make_trainer
 from xrl_lite.actors import ActorSystem, Fault, FaultPlan, VirtualClock
 from xrl_lite.agent_loop import ProduceLimits, TaskSpecConfig
+from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import ConfigError, RunError
 from xrl_lite.replay_buffer import ReplayBufferConfig
@@ -66,7 +67,7 @@ def scripted_faults(seed: int) -> FaultPlan:
 
 
 def run_of(
-    folder: Path, seed: int, *, mode: str = "sync", stop_in_step: int = 0
+    folder: Path, seed: int, *, mode: str = "sync", advantage: str = "grpo", stop_in_step: int = 0
 ) -> tuple[list[Event], list[dict[str, Any]]]:
     """Run in virtual time; return events and metrics."""
     run = RunFolder(folder / "run")
@@ -86,6 +87,7 @@ def run_of(
                 events=events,
                 rollout={"num_replicas": 2},
                 max_failed_groups=20,
+                algorithm={"advantage": advantage},
             )
             engine.stop = trainer.stop
             await fit(trainer)
@@ -115,7 +117,7 @@ def replayed(tmp_path: Path) -> Iterator[Callable[..., int]]:
     """Returns a function that repeats events and leaves its metrics in `folder`."""
     folder = RunFolder(tmp_path / "replay")
 
-    def repeat(events: list[Event], mode: str = "sync") -> int:
+    def repeat(events: list[Event], mode: str = "sync", advantage: str = "grpo") -> int:
         task = TaskSpecConfig.model_validate(
             {
                 "task_name": "task",
@@ -131,6 +133,7 @@ def replayed(tmp_path: Path) -> Iterator[Callable[..., int]]:
                 evaluation=EvaluationConfig(every_steps=2),
                 checkpoint=CheckpointConfig(every_steps=2),
                 report=ReportConfig(completions_every=0),
+                algorithm=AlgorithmConfig(advantage=advantage),
             ),
             tasks=[task],
             replay_buffer=ReplayBufferConfig(),
@@ -148,6 +151,19 @@ def test_a_record_is_repeated_with_the_rewards_it_had(mode: str, tmp_path: Path,
     events, metrics = run_of(tmp_path / "a", seed=7, mode=mode)
     assert replayed(events, mode) == len(events)
     names = ("reward", "reward_std", "frac_reward_zero_std", "off_policy/max", "eval/greedy/accuracy")
+    again = without_times(list(replayed.folder.metrics()))
+    assert [[record.get(name) for name in names] for record in again] == [
+        [record.get(name) for name in names] for record in metrics
+    ]
+
+
+@pytest.mark.parametrize("mode", ["sync", "separate_async"])
+def test_greedy_answers_are_repeated_with_the_rewards_they_had(mode: str, tmp_path: Path, replayed: Any) -> None:
+    events, metrics = run_of(tmp_path / "a", seed=7, mode=mode, advantage="remax")
+    scores = [event["scores"] for event in events if event["event"] == "baselines"]
+    assert {0.0, 1.0} <= {score for step in scores for score in step}
+    assert replayed(events, mode, "remax") == len(events)
+    names = ("advantages/mean", "advantages/min", "advantages/max")
     again = without_times(list(replayed.folder.metrics()))
     assert [[record.get(name) for name in names] for record in again] == [
         [record.get(name) for name in names] for record in metrics

@@ -281,7 +281,7 @@ async def test_a_gap_that_is_wide_is_warned_of_once(
 @pytest.mark.parametrize("gap", [2.0, float("nan")])
 async def test_a_gap_between_trainer_and_engine_stops(gap: float, system: ActorSystem, folder: RunFolder) -> None:
     trainer = make_trainer(system, folder, engine=Engine(**{"logprob_gap/mean": gap}))
-    with pytest.raises(RunError, match="disagree about the same tokens"):
+    with pytest.raises(RunError, match="disagree about tokens of the same weights"):
         await fit(trainer)
 
 
@@ -308,6 +308,27 @@ async def test_other_logprobs_after_the_first_sync_stop_with_the_usual_causes(
         await fit(checked(engine))
     assert not engine.batches
     assert (await fit(checked(Engine()))).last_step == 4
+
+
+async def test_without_samples_of_the_present_weights_a_few_tokens_are_sampled_to_compare_on(
+    system: ActorSystem, folder: RunFolder
+) -> None:
+    class Silent(Engine):
+        async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+            metrics = await super().train_batch(batch)
+            if batch.step < 3:  # as if all of its samples were older
+                del metrics["logprob_gap/mean"]
+            return metrics
+
+    engine = Silent()
+    trainer = make_trainer(system, folder, engine=engine, trainer={"num_steps": 4, "check_agreement_every": 2})
+    check = AgreementCheck(trainer.rollout, engine, prompts=[[1, 2, 3]], temperature=1.0, dtypes={"dtype": "float32"})
+    trainer.parts = replace(trainer.parts, agreement=check)
+    await fit(trainer)
+    records = [record for record in folder.metrics() if "loss" in record]
+    assert [record.get("logprob_gap/mean") for record in records] == [None, 0.0, 0.0, 0.0]
+    assert [record["step"] for record in records if "time/agreement" in record] == [2]
+    assert engine.measured == [["old_logprobs"]] * 2, "at the start and after step 2"
 
 
 async def test_gradients_that_stay_broken_stop(system: ActorSystem, folder: RunFolder) -> None:

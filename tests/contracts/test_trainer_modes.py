@@ -16,6 +16,7 @@ import pytest
 from tests.fake_run import Callback, Engine, Judger, fit, make_trainer, rows
 from xrl_lite.actors import ActorSystem, VirtualClock
 from xrl_lite.agent_loop import AsyncProduceStrategyConfig
+from xrl_lite.algorithms.weights import WeightOffer
 from xrl_lite.data import RolloutState
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import ConfigError, PluginError, RunError, UnknownNameError
@@ -134,8 +135,8 @@ async def test_weights_go_out_every_interval_and_at_the_end(mode: str, system: A
 class Sleepless:
     """Writes down what replicas are told."""
 
-    def __init__(self) -> None:
-        self.told: list[Any] = []
+    def __init__(self, told: list[Any]) -> None:
+        self.told = told
 
     async def sleep(self, level: int = 1) -> None:
         self.told.append(level)
@@ -146,11 +147,26 @@ class Sleepless:
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
 async def test_replicas_sleep_while_the_trainer_computes(mode: str, system: ActorSystem, folder: RunFolder) -> None:
-    trainer = make_trainer(system, folder, mode=mode, rollout={"sleep_level": 2}, trainer={"num_steps": 1})
-    rollout = Sleepless()
-    trainer.parts = replace(trainer.parts, rollout=rollout)
+    told: list[Any] = []
+
+    class Telling(Engine):
+        async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
+            told.append("train")
+            return await super().train_batch(batch)
+
+        async def release_memory(self) -> None:
+            told.append("release")
+
+        async def open_weights(self, version: int, *, adapters_only: bool = False) -> WeightOffer:
+            told.append("hand over")
+            return await super().open_weights(version, adapters_only=adapters_only)
+
+    trainer = make_trainer(
+        system, folder, mode=mode, engine=Telling(), rollout={"sleep_level": 2}, trainer={"num_steps": 1}
+    )
+    trainer.parts = replace(trainer.parts, rollout=Sleepless(told))
     await fit(trainer)
-    assert rollout.told == [2, ("weights",), ("kv_cache",)]
+    assert told == ["hand over", 2, "train", "release", ("weights",), "hand over", ("kv_cache",)]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -740,6 +740,25 @@ def test_the_gap_of_a_step_is_that_of_all_its_tokens(tiny_model_folder: Path) ->
         assert {name: found[name] for name in wanted} == pytest.approx(wanted, abs=1e-4)
 
 
+@pytest.mark.parametrize("mini_batches", [1, 3])
+def test_the_gap_is_that_of_tokens_of_the_present_weights(mini_batches: int, tiny_model_folder: Path) -> None:
+    batch = replace(make_batch(), step=5)
+    exact = make_worker(tiny_model_folder).measure(batch, ["old_logprobs"])["old_logprobs"]
+    versions = [[4 if (row + place) % 3 else 3 for place in range(len(values))] for row, values in enumerate(exact)]
+    sampled = [
+        [value if version == 4 else value - 2.0 for value, version in zip(*both, strict=True)]
+        for both in zip(exact, versions, strict=True)
+    ]
+    aged = replace(batch, rollout_logprobs=sampled, policy_versions=versions)
+    found = make_worker(tiny_model_folder, mini_batches=mini_batches).train_batch(aged)
+    assert found["logprob_gap/max"] < 1e-4
+    assert found["logprob_gap/older_mean"] == pytest.approx(2.0, abs=1e-4)
+    all_old = replace(aged, policy_versions=[[-1] * len(row) for row in versions])
+    found = make_worker(tiny_model_folder, mini_batches=mini_batches).train_batch(all_old)
+    assert "logprob_gap/mean" not in found
+    assert found["logprob_gap/older_max"] == pytest.approx(2.0, abs=1e-4)
+
+
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", {"loss_mode": "dro", "dro_beta": 0.1}])
 def test_losses_that_look_at_the_whole_update_train(loss: Any, tiny_model_folder: Path) -> None:
     runs = [make_worker(tiny_model_folder, mini_batches=2, policy_loss=loss).train_batch(make_batch()) for _ in "ab"]

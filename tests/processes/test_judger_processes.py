@@ -125,7 +125,7 @@ async def test_a_sample_that_hung_twice_takes_no_third_worker(system: ActorSyste
             assert outcome(state) == "timeout"
         again = await judge_all(judger, ["sleep"] * 50 + ["fine"])
         assert [outcome(state) for state in again] == ["timeout"] * 50 + ["ok"]
-        assert {state.extra_fields["judgement"]["run_s"] < 0.3 for state in again} == {True}
+        assert all("not run again" in str(state.error_msg) for state in again[:50])
         assert judger.statistics()["wild"]["poisoned"] == 1
 
 

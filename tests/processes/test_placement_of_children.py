@@ -38,6 +38,15 @@ async def test_actors_of_a_bundle_share_its_accelerators(system: ActorSystem) ->
         assert await handle.environment.remote(VISIBLE) == "0,GPU-1"
 
 
+async def test_an_actor_of_a_bundle_sees_those_that_it_names(system: ActorSystem) -> None:
+    group = system.reserve([Resources(num_cpus=2, num_accelerators=2)])
+    for names in (["GPU-1"], ["0"], []):
+        handle = system.spawn(Victim, num_cpus=0.5, bundle=group[0], accelerators=names)
+        assert await handle.environment.remote(VISIBLE) == "".join(names)
+    with pytest.raises(ValueError, match="out of a bundle"):
+        system.spawn(Victim, accelerators=["0"])
+
+
 async def test_without_accelerators_the_variable_is_left_alone() -> None:
     async with ActorSystem(num_cpus=1, accelerators=()) as system:
         assert await system.spawn(Victim).environment.remote(VISIBLE) is None

@@ -14,25 +14,22 @@ with scripted faults (`FaultPlan`) and, if wanted, in virtual time (`VirtualCloc
 who outgrow one machine.
 """
 
-from __future__ import annotations
+from typing import TYPE_CHECKING
 
-from typing import TYPE_CHECKING, Any
-
-from xrl_lite.actors.actor import OnCancel
-from xrl_lite.actors.clock import VirtualClock, now
-from xrl_lite.actors.default import default_system, init, shutdown
-from xrl_lite.actors.faults import Fault, FaultPlan
-from xrl_lite.actors.future import CallFuture
-from xrl_lite.actors.handle import ActorHandle, ActorMethod
-from xrl_lite.actors.launcher import AutoAcceleratorWorkers, AutoCPUWorkers, CPUActorLauncher
-from xrl_lite.actors.ledger import Resources
-from xrl_lite.actors.payload import SharedValue, share
-from xrl_lite.actors.placement import Bundle, PlacementGroup
-from xrl_lite.actors.pool import ActorPool
-from xrl_lite.actors.restart import RestartPolicy
-from xrl_lite.actors.system import ActorSystem
+from xrl_lite.lazy import lazy_exports
 
 if TYPE_CHECKING:
+    from xrl_lite.actors.actor import OnCancel
+    from xrl_lite.actors.clock import VirtualClock, now
+    from xrl_lite.actors.default import default_system, init, shutdown
+    from xrl_lite.actors.faults import Fault, FaultPlan
+    from xrl_lite.actors.future import CallFuture
+    from xrl_lite.actors.handle import ActorHandle, ActorMethod
+    from xrl_lite.actors.launcher import AutoAcceleratorWorkers, AutoCPUWorkers, CPUActorLauncher
+    from xrl_lite.actors.ledger import Resources
+    from xrl_lite.actors.payload import SharedValue, share
+    from xrl_lite.actors.placement import Bundle, PlacementGroup
+    from xrl_lite.actors.pool import ActorPool
     from xrl_lite.actors.resources import (
         AcceleratorResourcesConfig,
         CPUResourceManager,
@@ -43,17 +40,8 @@ if TYPE_CHECKING:
         set_cpu_resource_manager,
         unregister_cpu_resources,
     )
-
-_RESOURCES = (
-    "AcceleratorResourcesConfig",
-    "CPUResourceManager",
-    "CPUResourcesConfig",
-    "clear_cpu_resource_manager",
-    "get_cpu_resource_manager",
-    "register_cpu_resources",
-    "set_cpu_resource_manager",
-    "unregister_cpu_resources",
-)
+    from xrl_lite.actors.restart import RestartPolicy
+    from xrl_lite.actors.system import ActorSystem
 
 __all__ = [
     "AcceleratorResourcesConfig",
@@ -88,11 +76,4 @@ __all__ = [
     "unregister_cpu_resources",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # on demand, since the settings models need pydantic, which children and fork servers do without
-    if name in _RESOURCES:
-        from xrl_lite.actors import resources
-
-        return getattr(resources, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

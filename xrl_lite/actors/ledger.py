@@ -6,7 +6,7 @@
        └──reserve──> bundle ──claim──> actor          a group of bundles is reserved and given back as one
 
 CPUs and memory of a bundle are divided among the actors in it. Its accelerators and its pinned cores are not: every
-actor in it sees all of them, so that a trainer and an engine can take turns on one accelerator.
+actor in it sees all of them, or those that it names, so that a trainer and an engine can take turns on one accelerator.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ class Resources:
 
     num_accelerators: int = 0
     """Accelerators. An actor sees those that it was given and no other."""
+
+    accelerators: tuple[str, ...] | None = None
+    """Which accelerators of its bundle an actor sees, by name; all of them when not given."""
 
     pin_cpus: bool = False
     """Whether it gets cores that no other pinned actor has, next to each other, and may run on these only."""
@@ -156,11 +159,12 @@ class Ledger:
         left = Claim(whole.milli_cpus - inside.milli_cpus, whole.memory_bytes - inside.memory_bytes)
         plain = Resources(num_cpus=wanted.num_cpus, memory_bytes=wanted.memory_bytes)
         granted = _take(left, plain, self.capacity)
-        if granted is None or wanted.num_accelerators > len(whole.accelerators):
+        seen = whole.accelerators if wanted.accelerators is None else wanted.accelerators
+        if granted is None or wanted.num_accelerators > len(seen) or not set(seen).issubset(whole.accelerators):
             return None
         if wanted.pin_cpus and not whole.cores:
             return None
-        return Claim(granted.milli_cpus, granted.memory_bytes, whole.accelerators, whole.cores)
+        return Claim(granted.milli_cpus, granted.memory_bytes, seen, whole.cores)
 
     def _refusal(self, who: str, wanted: Sequence[Resources], bundle: str) -> str:
         head = f"{who} asks for {' + '.join(_words(each) for each in _distinct(wanted))}, "
@@ -212,7 +216,9 @@ def _words(counted: tuple[int, Resources]) -> str:
     count, each = counted
     parts = [f"{each.num_cpus:g} {'pinned ' if each.pin_cpus else ''}CPUs"]
     parts.append(f"{(each.memory_bytes or 0) / 2**20:.0f} MB of memory")
-    if each.num_accelerators:
+    if each.accelerators:
+        parts.append(f"accelerators {','.join(each.accelerators)}")
+    elif each.num_accelerators:
         parts.append(f"{each.num_accelerators} accelerators")
     words = f"{', '.join(parts[:-1])} and {parts[-1]}"
     return words if count == 1 else f"{count} x ({words})"

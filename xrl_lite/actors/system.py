@@ -176,6 +176,7 @@ class ActorSystem:
         num_accelerators: int = 0,
         pin_cpus: bool = False,
         bundle: Bundle | None = None,
+        accelerators: Sequence[str] | None = None,
         num_threads: int | None = None,
         max_concurrency: int = 1,
         max_pending: int = 10_000,
@@ -198,7 +199,8 @@ class ActorSystem:
                 that asks for none sees none.
             pin_cpus: Give it whole cores of its own, next to each other, and keep it on them.
             bundle: Part of a `PlacementGroup` (see `reserve`) out of which it is taken. It sees all accelerators of
-                the bundle, and runs on the bundle's cores if those are pinned.
+                the bundle, as every other actor in it does, and runs on the bundle's cores if those are pinned.
+            accelerators: Names of those of the bundle's accelerators that it sees, instead of all.
             num_threads: Threads of OpenMP, MKL and torch; by default the whole part of `num_cpus`, at least 1.
             max_concurrency: How many async methods run at the same time. Sync methods run one at a time.
             max_pending: How many calls may be under way.
@@ -217,7 +219,9 @@ class ActorSystem:
             ActorUnavailableError: the system was shut down.
         """
         _check_positive(max_concurrency=max_concurrency, max_pending=max_pending, start_timeout_s=start_timeout_s)
-        resources = _resources(num_cpus, memory_bytes, num_accelerators, pin_cpus, bundle)
+        if accelerators is not None and bundle is None:
+            raise ValueError("accelerators are named out of a bundle; without one, say num_accelerators.")
+        resources = _resources(num_cpus, memory_bytes, num_accelerators, pin_cpus, bundle, accelerators)
         keywords = dict(kwargs or {})
         construction = pack(
             (cls, args, keywords),
@@ -515,7 +519,12 @@ def when_all_have_ended(futures: Sequence[CallFuture[None]], label: str) -> Call
 
 
 def _resources(
-    num_cpus: float | None, memory_bytes: int | None, num_accelerators: int, pin_cpus: bool, bundle: Bundle | None
+    num_cpus: float | None,
+    memory_bytes: int | None,
+    num_accelerators: int,
+    pin_cpus: bool,
+    bundle: Bundle | None,
+    accelerators: Sequence[str] | None,
 ) -> Resources:
     """What an actor asks for; in a bundle, what it does not mention is all that the bundle was given."""
     if bundle is None:
@@ -529,6 +538,7 @@ def _resources(
         num_cpus=bundle.resources.num_cpus if num_cpus is None else num_cpus,
         memory_bytes=memory_bytes or bundle.resources.memory_bytes,
         num_accelerators=num_accelerators,
+        accelerators=None if accelerators is None else tuple(accelerators),
         pin_cpus=pin_cpus,
     )
 

@@ -13,7 +13,6 @@ from pydantic import Field
 from xrl_lite.actors import CPUResourcesConfig
 from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status
 from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
-from xrl_lite.judger import NativeJudger
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
 from xrl_lite.registry import Registry
 from xrl_lite.settings import Settings
@@ -319,6 +318,8 @@ def check_batch_judge(config: AgentLoopConfig, judger_config: JudgerConfig | Com
     """
     if not config.enable_batch_judge:
         return
+    from xrl_lite.judger import NativeJudger  # settings are read without it
+
     for leaf in leaves(judger_config):
         judger = leaf.build_local()
         if isinstance(judger, NativeJudger) and type(judger).judge_payload is NativeJudger.judge_payload:

@@ -50,7 +50,14 @@ logger = get_logger(__name__)
 
 Asked = Literal["generate", "judge", "batch_judge"]
 
-PRELOAD = ("xrl_lite.agent_loop", "transformers.models.auto.tokenization_auto")
+PRELOAD = (
+    "xrl_lite.agent_loop.remote",
+    "xrl_lite.agent_loop.single_turn",
+    "xrl_lite.agent_loop.sessions",
+    "xrl_lite.agent_loop.tool_agent",
+    "xrl_lite.data.tokenizer",
+    "transformers.models.auto.tokenization_auto",
+)
 """Imported once for all processes of loops; takes seconds."""
 
 _MAX_CONCURRENCY = 65_536

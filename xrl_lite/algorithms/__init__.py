@@ -7,10 +7,15 @@ The tables and settings need no torch. What user code needs to bring its own::
     from xrl_lite.algorithms.kl import kl_penalty
 """
 
-from xrl_lite.algorithms.config import AlgorithmConfig, DistillationConfig, KLControllerConfig, PolicyLossConfig
-from xrl_lite.algorithms.correction_config import RolloutCorrectionConfig
-from xrl_lite.algorithms.estimators import get_adv_estimator_fn, register_adv_est
-from xrl_lite.algorithms.policy_losses import get_policy_loss_fn, register_policy_loss
+from typing import TYPE_CHECKING
+
+from xrl_lite.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from xrl_lite.algorithms.config import AlgorithmConfig, DistillationConfig, KLControllerConfig, PolicyLossConfig
+    from xrl_lite.algorithms.correction_config import RolloutCorrectionConfig
+    from xrl_lite.algorithms.estimators import get_adv_estimator_fn, register_adv_est
+    from xrl_lite.algorithms.policy_losses import get_policy_loss_fn, register_policy_loss
 
 __all__ = [
     "AlgorithmConfig",
@@ -23,3 +28,5 @@ __all__ = [
     "register_adv_est",
     "register_policy_loss",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -8,9 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus
+from xrl_lite.actors.machine import MILLI, milli_cpus, usable_milli_cpus, visible_accelerators
 from xrl_lite.agent_loop import TaskSpecConfig
 from xrl_lite.agent_loop.base import check_batch_judge
+from xrl_lite.config.devices import plan_devices
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.data import Row, load_rows
 from xrl_lite.data.tokenizer import check_model_folder
@@ -176,6 +177,15 @@ def planned_actors(config: RunConfig, judger_configs: Sequence[AnyJudgerConfig])
 def available_cpus(config: RunConfig) -> float:
     """CPU slots that the run may hand out."""
     return config.num_cpus or usable_milli_cpus() / MILLI
+
+
+def check_devices(config: RunConfig) -> None:
+    """Check that the machine has the accelerators that training and generation need.
+
+    Raises:
+        ResourceError: it has not; says what needs them.
+    """
+    plan_devices(config, len(visible_accelerators().names))
 
 
 def check_resources(config: RunConfig, judger_configs: Sequence[AnyJudgerConfig]) -> None:

@@ -241,7 +241,7 @@ class RunConfig(Settings):
                 f"trainer.num_warmup_batches ({trainer.num_warmup_batches}) is more than the bound on the age of "
                 f"samples allows, which is {ahead}. Raise produce_strategy_config.max_staleness, or leave it out."
             )
-        if rollout.sleep_level:
+        if rollout.sleep_level is not None and rollout.sleep_level > 0:
             raise ValueError(
                 f"rollout.sleep_level={rollout.sleep_level} is for replicas that share devices with the trainer; with "
                 f"trainer.mode={trainer.mode} they never sleep."

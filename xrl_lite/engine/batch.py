@@ -25,6 +25,9 @@ class TrainBatch:
     """Group of each trajectory."""
     sessions: list[int]
     """Session (one attempt) of each trajectory; most have one trajectory."""
+    policy_versions: list[list[int]] | None = None
+    """Version of the weights that sampled each response token, -1 where it is not known; None if all were sampled by
+    the weights before the step, whose version is ``step - 1``."""
     advantages: list[list[float]]
     """0 where a token is not trained on."""
     rewards: list[float] | None = None

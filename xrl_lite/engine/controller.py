@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from xrl_lite.actors import ActorSystem
+    from xrl_lite.actors.placement import Bundle
     from xrl_lite.algorithms.weights import WeightBucket, WeightOffer, WeightSender
 
 logger = get_logger(__name__)
@@ -59,6 +60,8 @@ class RankGroup:
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of the run.
+        bundle: Where the ranks are placed, each on an accelerator of it; without it, each claims one that nobody else
+            has, on a machine that has some.
         options: For the worker.
     """
 
@@ -72,6 +75,7 @@ class RankGroup:
         model_path: str,
         num_updates: int,
         seed: int,
+        bundle: Bundle | None = None,
         **options: Any,
     ) -> None:
         from xrl_lite.actors import RestartPolicy
@@ -99,7 +103,7 @@ class RankGroup:
                     },
                     name=f"{name}/{rank}",
                     num_cpus=config.num_cpus,
-                    num_accelerators=min(1, system.num_accelerators),  # it sees none that it does not claim
+                    **_device_of(rank, bundle, system),
                     num_threads=config.num_threads or max(1, len(os.sched_getaffinity(0)) // size),
                     preload=MODEL_MODULES,
                     start_timeout_s=config.start_timeout_s,
@@ -122,6 +126,10 @@ class RankGroup:
     async def load_checkpoint(self, folder: Path) -> None:
         """Go on from a checkpoint, whatever number of ranks it is of."""
         await self._call("load_checkpoint", folder)
+
+    async def release_memory(self) -> None:
+        """Give device memory that is cached and not in use back, for others on the same device."""
+        await self._call("release_memory")
 
     def kill(self) -> None:
         """End all ranks at once and for good."""
@@ -189,6 +197,7 @@ class TrainingController(RankGroup):
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of the run.
+        bundle: Where they are placed, see `RankGroup`.
     """
 
     def __init__(
@@ -200,6 +209,7 @@ class TrainingController(RankGroup):
         model_path: str,
         num_updates: int,
         seed: int,
+        bundle: Bundle | None = None,
     ) -> None:
         from xrl_lite.engine.worker import EngineWorker  # loads torch
 
@@ -211,6 +221,7 @@ class TrainingController(RankGroup):
             model_path=model_path,
             num_updates=num_updates,
             seed=seed,
+            bundle=bundle,
             algorithm=algorithm,
         )
 
@@ -271,10 +282,18 @@ class CriticController(RankGroup):
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of the run.
+        bundle: Where they are placed, see `RankGroup`.
     """
 
     def __init__(
-        self, system: ActorSystem, *, config: CriticConfig, model_path: str, num_updates: int, seed: int
+        self,
+        system: ActorSystem,
+        *,
+        config: CriticConfig,
+        model_path: str,
+        num_updates: int,
+        seed: int,
+        bundle: Bundle | None = None,
     ) -> None:
         from xrl_lite.engine.critic import CriticWorker  # loads torch
 
@@ -286,6 +305,7 @@ class CriticController(RankGroup):
             model_path=model_path,
             num_updates=num_updates,
             seed=seed,
+            bundle=bundle,
         )
 
     async def values(self, batch: TrainBatch) -> list[list[float]]:
@@ -295,6 +315,13 @@ class CriticController(RankGroup):
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:
         """Make the updates of one step towards `TrainBatch.returns`; return their metrics."""
         return await self._call("train_batch", self._for_all(batch))
+
+
+def _device_of(rank: int, bundle: Bundle | None, system: ActorSystem) -> dict[str, Any]:
+    """What is said to `spawn`: a rank sees no accelerator that it is not given."""
+    if bundle is None:
+        return {"num_accelerators": min(1, system.num_accelerators)}
+    return {"bundle": bundle, "accelerators": bundle.claim.accelerators[rank : rank + 1]}
 
 
 def _is_consequence(error: Exception) -> int:

@@ -75,6 +75,11 @@ class RankWorker:
         """Go on from a checkpoint."""
         self._engine.load_checkpoint(folder)
 
+    @on_all_ranks
+    def release_memory(self) -> None:
+        """Give device memory that is cached and not in use back."""
+        platform_of_rank().empty_cache()
+
     def _pack(self, batch: TrainBatch) -> list[PackedBatch]:
         """The micro-batches of this rank."""
         groups = pack_groups(

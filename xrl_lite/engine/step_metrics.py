@@ -107,20 +107,47 @@ class LogprobGap:
             merged._max = math.nan if math.isnan(part._max) or math.isnan(merged._max) else max(merged._max, part._max)
         return merged
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, prefix: str) -> dict[str, float]:
         """Mean, maximum and deviation of the absolute difference, and the correlation; empty without tokens."""
         if not self._count:
             return {}
         x, y, xx, yy, xy, gap, gap2 = (self._moments / self._count).tolist()
         metrics = {
-            "logprob_gap/mean": gap,
-            "logprob_gap/max": self._max,
-            "logprob_gap/std": max(gap2 - gap * gap, 0.0) ** 0.5,
+            f"{prefix}mean": gap,
+            f"{prefix}max": self._max,
+            f"{prefix}std": max(gap2 - gap * gap, 0.0) ** 0.5,
         }
         spread = (xx - x * x) * (yy - y * y)
         if self._count >= _LOW_CORRELATION_TOKENS and xx - x * x > _TINY and yy - y * y > _TINY:
-            metrics["logprob_gap/correlation"] = (xy - x * y) / spread**0.5
+            metrics[f"{prefix}correlation"] = (xy - x * y) / spread**0.5
         return metrics
+
+
+class GapsByAge:
+    """The gap of tokens that the trainer's weights of the moment sampled, and apart from it that of older tokens.
+
+    The first says whether trainer and rollout engine are one model. The second holds what was learned since, too.
+    """
+
+    def __init__(self) -> None:
+        self._present, self._older = LogprobGap(), LogprobGap()
+
+    def add(self, trainer: Tensor, rollout: Tensor, is_present: Tensor) -> None:
+        """Add log-probs of the same tokens, and whether the weights of the moment sampled them, (T,) each."""
+        trainer, rollout, is_present = trainer.detach().cpu(), rollout.cpu(), is_present.cpu()
+        self._present.add(trainer[is_present], rollout[is_present])
+        self._older.add(trainer[~is_present], rollout[~is_present])
+
+    def merge(self, others: Iterable[GapsByAge]) -> GapsByAge:
+        """Return what one would have that had been given everything."""
+        merged, others = GapsByAge(), list(others)
+        merged._present = self._present.merge(other._present for other in others)
+        merged._older = self._older.merge(other._older for other in others)
+        return merged
+
+    def metrics(self) -> dict[str, float]:
+        """``logprob_gap/...`` and ``logprob_gap/older_...``, each only if there are such tokens."""
+        return self._present.metrics("logprob_gap/") | self._older.metrics("logprob_gap/older_")
 
 
 _TINY = 1e-12

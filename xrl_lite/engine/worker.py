@@ -26,7 +26,7 @@ from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig
 from xrl_lite.engine.rank_worker import RankWorker, split_by_group
 from xrl_lite.engine.ranks import RankPlace, on_all_ranks
-from xrl_lite.engine.step_metrics import LogprobGap, StepReports, WeightedMeans
+from xrl_lite.engine.step_metrics import GapsByAge, StepReports, WeightedMeans
 from xrl_lite.registry import load_object
 
 _QUANTITIES = {
@@ -91,7 +91,7 @@ class EngineWorker(RankWorker):
         """
         batch = self._with_old_logprobs(batch)
         parts = split_by_group(batch, self._config.num_mini_batches)
-        steps, gap = StepReports(), LogprobGap()
+        steps, gaps = StepReports(), GapsByAge()
         for epoch in range(self._config.num_epochs):
             for number, part in enumerate(parts):
                 report = {"learning_rate": self._engine.learning_rate, "num_updates": 0.0}
@@ -101,10 +101,10 @@ class EngineWorker(RankWorker):
                     seed = batch.step * _SEEDS + place  # the same on all ranks
                     # later log-probs of the trainer are not those the tokens were sampled with
                     before = epoch == 0 and (number == 0 or not self._bypass)
-                    report |= self._update(update, seed, gap if before else LogprobGap())
+                    report |= self._update(update, seed, gaps if before else GapsByAge())
                 steps.add(report | correction_metrics)
                 self._engine.lr_scheduler_step()
-        return steps.result() | gap.merge(self._others(gap)).metrics()
+        return steps.result() | gaps.merge(self._others(gaps)).metrics()
 
     @on_all_ranks
     def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
@@ -248,7 +248,7 @@ class EngineWorker(RankWorker):
 
     # --- an update
 
-    def _update(self, update: _Update, seed: int, gap: LogprobGap) -> dict[str, float]:
+    def _update(self, update: _Update, seed: int, gaps: GapsByAge) -> dict[str, float]:
         batch = update.batch
         selected = self._select(batch, seed)
         micro_batches = self._with_other_models(self._pack(batch), batch)
@@ -259,7 +259,7 @@ class EngineWorker(RankWorker):
             if not packed.trajectories:
                 return outputs.logprobs.sum()  # of nothing: the rank only takes part
             rows = self._rows(update, outputs, packed, selected)
-            gap.add(*self._both_sides(batch, outputs, packed))
+            gaps.add(*self._both_sides(batch, outputs, packed))
             config = LossConfig(
                 self._algorithm.policy_loss,
                 batch=update.info,
@@ -349,14 +349,20 @@ class EngineWorker(RankWorker):
         loss = distillation_loss(self._algorithm.distillation.loss_mode)
         return rows_from_flat(loss(student, packed.teacher_logprobs), mask)
 
-    def _both_sides(self, batch: TrainBatch, outputs: TokenOutputs, packed: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Log-probs of the same tokens by trainer and rollout engine, (T,) each."""
+    def _both_sides(
+        self, batch: TrainBatch, outputs: TokenOutputs, packed: PackedBatch
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the same tokens by trainer and rollout engine, and whether of the same weights, (T,) each."""
         order = packed.trajectories
         mask = pad_rows([batch.response_masks[i] for i in order]).bool()
         trainer = outputs.logprobs
         if batch.old_logprobs is not None and not self._bypass:
             trainer = pad_rows([batch.old_logprobs[i] for i in order])[mask]
-        return trainer, pad_rows([batch.rollout_logprobs[i] for i in order])[mask]
+        is_present = torch.ones_like(trainer, dtype=torch.bool)
+        if batch.policy_versions is not None:
+            versions = pad_rows([batch.policy_versions[i] for i in order], dtype=torch.int64)
+            is_present = versions[mask] == batch.step - 1
+        return trainer, pad_rows([batch.rollout_logprobs[i] for i in order])[mask], is_present
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class Listener:
             access_log=False,
             log_config=None,
             server_header=False,
+            date_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_IDLE_CONNECTION_S,
             timeout_graceful_shutdown=_CLOSE_WITHIN_S,
@@ -65,12 +66,25 @@ class Listener:
         try:
             yield
         finally:
-            self._server.should_exit = True
+            self._server.end()
             with anyio.CancelScope(shield=True):
                 await ended.wait()
 
 
 class _Server(uvicorn.Server):
+    """Ends when it is told to, not when it looks the next time, and does nothing while nothing comes."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._told = anyio.Event()
+
+    def end(self) -> None:
+        self.should_exit = True  # also where it has not begun yet
+        self._told.set()
+
+    async def main_loop(self) -> None:
+        await self._told.wait()
+
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         """Leave signals to the run."""

@@ -27,7 +27,7 @@ _RESTART = RestartPolicy(max_restarts=300, window_s=60.0, backoff_s=0.0)
 """Samples that crash cost two restarts each, a batch may hold many of them, and waiting would not make them better; a
 worker that cannot even start uses this up in a moment."""
 
-PRELOAD = ("xrl_lite.judger",)
+PRELOAD = ("xrl_lite.judger.config", "xrl_lite.judger.remote")
 """Imported once, so that a worker that was replaced is there again at once."""
 
 

@@ -29,15 +29,15 @@ from xrl_lite.errors import ConfigError, did_you_mean
 from xrl_lite.judger.adapters import ADAPTERS, RewardAdapter, adapt
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.choice import AnyJudgerConfig
-from xrl_lite.judger.handler import is_async, is_url, load_handler, load_handlers
+from xrl_lite.judger.handler import DEFAULT_CONCURRENCY, SyncIn, is_async, is_url, load_handler, load_handlers
 from xrl_lite.judger.merge import WeightedMerge
-from xrl_lite.judger.native import DEFAULT_CONCURRENCY, NativeJudger, SyncIn
 from xrl_lite.judger.outcome import JudgementPolicy, OnError
 from xrl_lite.judger.rate_limit import RateLimit
 from xrl_lite.settings import Settings
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
+    from xrl_lite.judger.native import NativeJudger
 
 
 Handler: TypeAlias = Callable[..., Any] | str
@@ -192,6 +192,8 @@ class JudgerConfig(_DumpsWhatLoads):
 
     def native(self, handler: Handler | Sequence[Handler] | None, extra_info: dict[str, Any]) -> NativeJudger:
         """Return a native judger with these settings, for presets that wrap the handler or add to `extra_info`."""
+        from xrl_lite.judger.native import NativeJudger  # it runs code, settings only describe it
+
         return NativeJudger(
             judger_name=self.judger_name,
             reward_handler=handler,

@@ -5,13 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from xrl_lite.errors import ConfigError, PluginError
 from xrl_lite.registry import load_object
 
 RewardHandler = Callable[..., Any]
 """Any callable that scores a response; the signature is told by the adapter that calls it."""
+
+SyncIn = Literal["thread", "loop"]
+"""Where a sync function of a judger without workers runs."""
+
+DEFAULT_CONCURRENCY = 64
+"""Async judgements of one judger that run at the same time."""
 
 _FORMS = "Give a callable, 'package.module:name', 'file.py:name' or 'http://host/path'."
 

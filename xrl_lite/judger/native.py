@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import anyio
 
@@ -20,7 +20,15 @@ from xrl_lite.judger.base import (
     label_of,
     within,
 )
-from xrl_lite.judger.handler import RewardHandler, code_file, is_async, is_url, load_handlers
+from xrl_lite.judger.handler import (
+    DEFAULT_CONCURRENCY,
+    RewardHandler,
+    SyncIn,
+    code_file,
+    is_async,
+    is_url,
+    load_handlers,
+)
 from xrl_lite.judger.http import HttpScorer
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import (
@@ -32,11 +40,6 @@ from xrl_lite.judger.outcome import (
 )
 from xrl_lite.judger.serial_thread import SerialThread
 from xrl_lite.judger.stopwatch import execution_starts
-
-DEFAULT_CONCURRENCY = 64
-"""Async judgements of one judger that run at the same time."""
-
-SyncIn = Literal["thread", "loop"]
 
 
 class NativeJudger(Judger):

@@ -32,7 +32,7 @@ from xrl_lite.judger.build import build_judger
 from xrl_lite.judger.config import JudgerConfigLike
 from xrl_lite.judger.data_sources import check_rows
 from xrl_lite.judger.outcome import Outcome
-from xrl_lite.judger.self_test import self_test
+from xrl_lite.judger.proof import self_test
 
 RESPONSE_COLUMNS = ("response", "responses", "completion", "completions", "output", "prediction", "solution_str")
 """Columns that are looked at for the response, in this order."""

@@ -13,6 +13,7 @@
     expired               some attempts were too old              group
     dropped               groups leave untrained                  groups, reason
     sampled               a step takes groups                     step, groups
+    baselines             greedy answers were judged (remax)      step, part, scores
     trained               the weights were updated                step, part
     synced                replicas have weights of a version      version
     evaluated             held-out rows were answered             step, metrics

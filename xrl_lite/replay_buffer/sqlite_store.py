@@ -79,8 +79,10 @@ _MAX_OPERATIONS = 1024
 _PLACES = 20
 """Bits of the place in a group."""
 _DELETED_AT_ONCE = 256
-_CHECKPOINT_PAGES = 4096
-"""Pages in the WAL (64 MiB) before they are copied to the file itself, which waits for the disk."""
+_PAGE_BYTES = 32_768
+"""Several trajectories of 2k tokens fit: rows that leave most of a page unused cost as much to write as full ones."""
+_CHECKPOINT_PAGES = (64 << 20) // _PAGE_BYTES
+"""Pages in the WAL before they are copied to the file itself, which waits for the disk."""
 _TRAINED, _DROPPED = "trained", "dropped"
 
 _SCHEMA = """
@@ -352,7 +354,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.close()
         raise StorageError(f"{path} has schema version {version}, this is for {SCHEMA_VERSION}. Use another run name.")
     if version == 0:
-        connection.execute("PRAGMA page_size=16384")  # a trajectory then takes few pages
+        connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
     connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")

@@ -31,8 +31,12 @@ class RolloutConfig(Settings):
     """Compute threads of a replica; all CPUs of the machine when not given."""
 
     num_accelerators: int | None = Field(default=None, ge=0)
-    """Accelerators of a replica, which nobody else sees; when not given, on a machine that has some, as many as vLLM's
-    parallel sizes need, and none for the other engines."""
+    """Accelerators of a replica; when not given, on a machine that has some, as many as vLLM's parallel sizes need, and
+    none for the other engines. In the modes in which generation and training take turns they are the trainer's."""
+
+    device_memory_share: float | None = Field(default=None, gt=0, lt=1)
+    """Share of a device's memory that a replica of vLLM takes; when not given, half of it where the trainer computes on
+    the same device, else what vLLM takes by itself."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and arithmetic. Other than the trainer's, log-probs of the two drift apart."""
@@ -46,10 +50,10 @@ class RolloutConfig(Settings):
     max_model_len: int | None = Field(default=None, gt=0)
     """Longest prompt and response together, in tokens; the model's own limit when not given."""
 
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: Literal[0, 1, 2] | None = None
     """What replicas give up while the trainer computes, in the modes in which the two take turns on the same devices:
     0 nothing; 1 the device memory, weights are kept in the machine's; 2 weights are forgotten, for the next sync brings
-    them. vLLM also needs ``engine_options: {enable_sleep_mode: true}``; on a CPU nothing sleeps."""
+    them. When not given, 1 where they share a device. On a CPU nothing sleeps."""
 
     partial_rollout: bool = False
     """A sample that was aborted goes on from the tokens it has; without this it starts over."""

@@ -35,6 +35,7 @@ from xrl_lite.rollout.turnstile import Turnstile
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
+    from xrl_lite.actors.placement import Bundle
 
 logger = get_logger(__name__)
 
@@ -52,6 +53,7 @@ class RolloutController:
         decode: Makes text of token ids.
         seed: Seed of the run; each response gets a seed of its own from it and the state's ids.
         eos_token_ids: Tokens that end a response; an aborted sample that ends so is complete.
+        bundle: Whose accelerators the replicas divide among them; without it, each claims its own.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class RolloutController:
         decode: DecodeTokens,
         seed: int,
         eos_token_ids: frozenset[int] = frozenset(),
+        bundle: Bundle | None = None,
     ) -> None:
         self._config = config
         self._decode = decode
@@ -70,7 +73,9 @@ class RolloutController:
         self._eos_token_ids = eos_token_ids
         self._partial_rollout = config.partial_rollout
         self._links = [
-            ReplicaLink(system, config=config, model_path=model_path, number=number, on_change=self._serve)
+            ReplicaLink(
+                system, config=config, model_path=model_path, number=number, bundle=bundle, on_change=self._serve
+            )
             for number in range(config.num_replicas)
         ]
         self._turnstile = Turnstile(self._links, limit=config.in_flight_limit, max_sessions=config.max_sessions)
@@ -109,9 +114,9 @@ class RolloutController:
             if link.state is LinkState.DOWN and link.error is not None:
                 raise link.error
 
-    async def devices(self) -> set[str]:
-        """Return where the weights of all replicas are: "cpu", or the unique ids of GPUs."""
-        return {device for link in self._links for device in await link.replica.devices.remote()}
+    async def devices(self) -> list[frozenset[str]]:
+        """Return where the weights of each replica are: "cpu", or the unique ids of GPUs."""
+        return [frozenset(await link.replica.devices.remote()) for link in self._links]
 
     def restore_with(self, restore: Callable[[ServerAdapter], Awaitable[None]]) -> None:
         """Have replicas that are started anew be given the present weights by `restore`."""

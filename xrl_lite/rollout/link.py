@@ -41,6 +41,7 @@ from xrl_lite.rollout.replica import (
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
+    from xrl_lite.actors.placement import Bundle
 
 logger = get_logger(__name__)
 
@@ -109,6 +110,8 @@ class ReplicaLink:
         config: Settings of generation.
         model_path: Hugging Face folder or hub id.
         number: Number of the replica.
+        bundle: Where it is placed, on its own part of the accelerators; without it, it claims some that nobody else
+            has.
         on_change: Is called when it may take more requests than before, or will take none any more.
     """
 
@@ -119,6 +122,7 @@ class ReplicaLink:
         config: RolloutConfig,
         model_path: str,
         number: int,
+        bundle: Bundle | None = None,
         on_change: Callable[[], None],
     ) -> None:
         self.name = f"rollout/{number}"
@@ -137,6 +141,7 @@ class ReplicaLink:
         self._system = system
         self._config = config
         self._model_path = model_path
+        self._bundle = bundle
         self._on_change = on_change
         self._pending: dict[str, Pending] = {}
         self._outbox: list[GenerateRequest] = []
@@ -240,7 +245,7 @@ class ReplicaLink:
             kwargs={"config": config, "model_path": self._model_path, "replica": self.number},
             name=self.name,
             num_cpus=config.num_cpus,
-            num_accelerators=config.accelerators_of(self._system.num_accelerators),
+            **self._devices(),
             num_threads=config.num_threads or len(os.sched_getaffinity(0)),
             max_concurrency=MAX_CONCURRENCY,
             max_pending=MAX_CONCURRENCY,
@@ -249,6 +254,14 @@ class ReplicaLink:
             # we start the successor ourselves: it must not answer before it got the present weights
             restart=RestartPolicy(max_restarts=0),
         )
+
+    def _devices(self) -> dict[str, Any]:
+        """What is said to `spawn`: a replica sees no accelerator that it is not given."""
+        wanted = self._config.accelerators_of(self._system.num_accelerators)
+        if self._bundle is None:
+            return {"num_accelerators": wanted}
+        first = self.number * wanted
+        return {"bundle": self._bundle, "accelerators": self._bundle.claim.accelerators[first : first + wanted]}
 
     async def _start(self, again: bool) -> None:
         if again:

@@ -258,6 +258,10 @@ def _arguments(config: RolloutConfig, model_path: str, *, known: Any, on_cpu: bo
                 f"rollout.adapter_sync=merged."
             )
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": larger[0]}
+    if config.device_memory_share is not None and not on_cpu:
+        arguments["gpu_memory_utilization"] = config.device_memory_share
+    if config.sleep_level and not on_cpu:
+        arguments["enable_sleep_mode"] = True
     if on_cpu:
         # for a prompt that is computed in pieces vLLM rewinds the request's generator, and dies: on a CPU none can be
         arguments |= {

@@ -4,20 +4,25 @@ Start with `function_tool` or `BaseTool`; `load_tools` reads files of tools, `To
 them in what a model sampled.
 """
 
-from xrl_lite.tools.base import BaseTool
-from xrl_lite.tools.config import McpServerConfig, ToolsConfig
-from xrl_lite.tools.function_tool import FunctionTool, function_tool
-from xrl_lite.tools.load import BUILTIN_TOOLS, ToolSource, load_function_tools, load_tools, read_tools
-from xrl_lite.tools.parsers import PARSERS, FunctionCall, ParsedResponse, ToolParser
-from xrl_lite.tools.response import ToolResponse, Truncation, truncate
-from xrl_lite.tools.schema import (
-    OpenAIFunctionParametersSchema,
-    OpenAIFunctionSchema,
-    OpenAIFunctionToolSchema,
-    ToolSchema,
-    schema_of_function,
-)
-from xrl_lite.tools.toolbox import Toolbox, ToolCounts, ToolResult, ToolSession, call_message, message_of
+from typing import TYPE_CHECKING
+
+from xrl_lite.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from xrl_lite.tools.base import BaseTool
+    from xrl_lite.tools.config import McpServerConfig, ToolsConfig
+    from xrl_lite.tools.functions import FunctionTool, function_tool
+    from xrl_lite.tools.load import BUILTIN_TOOLS, ToolSource, load_function_tools, load_tools, read_tools
+    from xrl_lite.tools.parsers import PARSERS, FunctionCall, ParsedResponse, ToolParser
+    from xrl_lite.tools.response import ToolResponse, Truncation, truncate
+    from xrl_lite.tools.schema import (
+        OpenAIFunctionParametersSchema,
+        OpenAIFunctionSchema,
+        OpenAIFunctionToolSchema,
+        ToolSchema,
+        schema_of_function,
+    )
+    from xrl_lite.tools.toolbox import Toolbox, ToolCounts, ToolResult, ToolSession, call_message, message_of
 
 __all__ = [
     "BUILTIN_TOOLS",
@@ -49,3 +54,5 @@ __all__ = [
     "schema_of_function",
     "truncate",
 ]
+
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

@@ -20,13 +20,13 @@ from xrl_lite.actors import ActorHandle, RestartPolicy
 from xrl_lite.errors import ToolError
 from xrl_lite.registry import load_plugins
 from xrl_lite.tools.base import BaseTool
-from xrl_lite.tools.function_tool import FunctionTool
+from xrl_lite.tools.functions import FunctionTool
 from xrl_lite.tools.response import ToolResponse, read_return
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
 
-PRELOAD = ("xrl_lite.tools",)
+PRELOAD = ("xrl_lite.tools.actor_tool",)
 _RESTART = RestartPolicy(max_restarts=100, window_s=60.0, backoff_s=0.0)
 
 

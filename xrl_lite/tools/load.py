@@ -18,7 +18,7 @@ from xrl_lite.registry import Registry, load_object
 from xrl_lite.tools.actor_tool import ActorFunctionTool, ActorTool
 from xrl_lite.tools.base import BaseTool
 from xrl_lite.tools.config import ToolsConfig
-from xrl_lite.tools.function_tool import FunctionTool
+from xrl_lite.tools.functions import FunctionTool
 from xrl_lite.tools.schema import ToolSchema, check_schema
 from xrl_lite.tools.toolbox import by_name
 

@@ -1,13 +1,14 @@
 """The training loop, evaluation, checkpoints and reports."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from xrl_lite.trainer.checkpoint import CheckpointCallback
-from xrl_lite.trainer.config import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
-from xrl_lite.trainer.modes import TRAINERS, register_trainer
+from xrl_lite.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from xrl_lite.trainer.base import RLTrainer
+    from xrl_lite.trainer.checkpoint import CheckpointCallback
+    from xrl_lite.trainer.config import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
+    from xrl_lite.trainer.modes import TRAINERS, register_trainer
 
 __all__ = [
     "TRAINERS",
@@ -20,10 +21,4 @@ __all__ = [
     "register_trainer",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "RLTrainer":  # on demand: a config is read without it
-        from xrl_lite.trainer.base import RLTrainer
-
-        return RLTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_exports(__name__, __file__)

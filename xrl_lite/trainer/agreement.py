@@ -1,6 +1,7 @@
-"""The first look at whether trainer and rollout engine hold the same model: both are asked about the same tokens.
+"""Whether trainer and rollout engine hold the same model: both are asked about the same tokens.
 
-It comes after the first weight sync, before anything is trained. Later every step compares the two on its own samples.
+The first look comes after the first weight sync, before anything is trained. Later every step compares the two on those
+of its samples that the present weights made; where there are none for many steps, a few tokens are sampled for it.
 """
 
 from __future__ import annotations
@@ -56,6 +57,24 @@ class AgreementCheck:
             RunError: too far; names the usual causes.
         """
         states = await self._sample()
+        for state in states:
+            if state.status is not Status.COMPLETED:
+                raise RunError(f"The rollout engine cannot continue a prompt of the task: {state.error_msg}")
+        mean, num_tokens = await self._compare(states)
+        return f"log-probs of trainer and rollout engine agree to {mean:.1e} (mean of {num_tokens} tokens)"
+
+    async def run_again(self) -> float | None:
+        """Return how far the two are apart now, in nats; None if the replicas have no time for it.
+
+        Both must hold the same weights.
+
+        Raises:
+            RunError: too far.
+        """
+        states = [state for state in await self._sample() if state.status is Status.COMPLETED]
+        return (await self._compare(states))[0] if states else None
+
+    async def _compare(self, states: Sequence[RolloutState]) -> tuple[float, int]:
         batch = _batch_of(states, self._temperature)
         (ours,) = (await self._engine.measure(batch, ["old_logprobs"])).values()
         gaps = [
@@ -66,7 +85,7 @@ class AgreementCheck:
         mean = sum(gaps) / len(gaps)
         if not mean <= self._limit:  # NaN is no agreement either
             raise RunError(self._disagreement(mean))
-        return f"log-probs of trainer and rollout engine agree to {mean:.1e} (mean of {len(gaps)} tokens)"
+        return mean, len(gaps)
 
     async def _sample(self) -> list[RolloutState]:
         params = SampleParams(temperature=self._temperature, max_tokens=NUM_TOKENS)
@@ -80,15 +99,12 @@ class AgreementCheck:
             async with anyio.create_task_group() as tasks:
                 for state in states:
                     tasks.start_soon(self._rollout.generate, state)
-        for state in states:
-            if state.status is not Status.COMPLETED:
-                raise RunError(f"The rollout engine cannot continue a prompt of the task: {state.error_msg}")
         return states
 
     def _disagreement(self, mean: float) -> str:
         types = ", ".join(f"{name}={dtype}" for name, dtype in self._dtypes.items())
         return (
-            f"Right after the first weight sync, trainer and rollout engine give the same tokens log-probs that differ "
+            f"Right after a weight sync, trainer and rollout engine give the same tokens log-probs that differ "
             f"by {mean:.3g} nats on average; with {types} at most {self._limit:g} is normal. What was sampled would "
             f"be trained on as if another policy had sampled it. Usual causes: weights that the engine took and does "
             f"not use (a tied output head, a quantised copy), an architecture that the engine computes otherwise (rope "

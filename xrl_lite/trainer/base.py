@@ -37,6 +37,7 @@ Is woken by  the parts; a stop request is looked at between two steps
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+_GAP = "logprob_gap/mean"
 END_TIMEOUT_S = 60.0
 """Longest time for `on_train_end`, which is called whatever has happened."""
 
@@ -197,6 +199,7 @@ class RLTrainer(ABC):
         """Of the step that is running."""
         self._advantages = AdvantageStep(settings.algorithm, in_parts=settings.trainer.parameter_sync_step > 1)
         self._health = StepHealth(settings.trainer, settings.algorithm, parts.folder.path / "rollouts")
+        self._steps_not_compared = 0
         self._evaluation_due = False
         self._saved_step = 0
         self._checkpoint: Path | None = None
@@ -317,6 +320,7 @@ class RLTrainer(ABC):
         await self.on_step_end()
         groups = [group for part in parts for group in part.groups]
         metrics = merge_metrics([(part.metrics, part.num_trajectories) for part in parts])
+        metrics |= await self._compare_models(metrics)
         self.parts.folder.write_trained(self.global_step, groups)
         self._write(metrics | self._judger_metrics(), [state for group in groups for state in group.states])
         self._evaluation_due = self._is_due(self.settings.evaluation.every_steps) or self._is_last
@@ -331,22 +335,27 @@ class RLTrainer(ABC):
         await self.on_sample_begin()
         groups, metrics = await self.sample_batch(trainer.groups_per_step // trainer.parameter_sync_step)
         attempts = [group.states for group in groups]
-        baselines = await self._greedy_baselines(attempts)
+        baselines = await self._greedy_baselines(attempts, number)
         await self.on_sample_end()
         batch, batch_metrics = self._prepare_train_data(attempts)
         if baselines is not None:
             batch = replace(batch, reward_baselines=[baselines[group] for group in batch.groups])
+        if self.layout == "sync" and trainer.sync_weights_interval == 1:
+            batch = replace(batch, policy_versions=None)  # the present one, also where an agent does not tell
         with self.times.part("train"):
             if number == 0 and trainer.parameter_sync_step > 1:
                 await self.parts.engine.keep_policy()
             batch_metrics |= await self._train(replace(batch, step=self.global_step, part=number))
         return _Part(groups, batch_metrics | metrics, len(batch))
 
-    async def _greedy_baselines(self, groups: list[list[RolloutState]]) -> list[float] | None:
+    async def _greedy_baselines(self, groups: list[list[RolloutState]], part: int) -> list[float] | None:
         if "reward_baselines" not in self.settings.algorithm.requirements():
             return None
         with self.times.part("baselines"):
-            return await greedy_rewards(self.parts.manager, groups)
+            rewards = await greedy_rewards(self.parts.manager, groups)
+        scores = [None if math.isnan(reward) else reward for reward in rewards]  # JSON has no NaN
+        await self.note("baselines", step=self.global_step, part=part, scores=scores)
+        return rewards
 
     async def _train(self, batch: TrainBatch) -> dict[str, float]:
         metrics: dict[str, float] = {}
@@ -367,6 +376,19 @@ class RLTrainer(ABC):
             metrics |= await self.parts.engine.train_batch(batch)
         await self.note("trained", step=batch.step, part=batch.part)
         return metrics
+
+    async def _compare_models(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Compare trainer and replicas, which hold the same weights now, if no sample of many steps could tell."""
+        every, check = self.settings.trainer.check_agreement_every, self.parts.agreement
+        self._steps_not_compared = 0 if _GAP in metrics else self._steps_not_compared + 1
+        if check is None or not 0 < every <= self._steps_not_compared or self.policy_version != self.global_step:
+            return {}
+        with self.times.part("agreement"):
+            gap = await check.run_again()
+        if gap is None:
+            return {}
+        self._steps_not_compared = 0
+        return {_GAP: gap}
 
     def _write(self, metrics: dict[str, float], states: list[RolloutState]) -> None:
         if self.settings.report.save_rollouts:

@@ -53,11 +53,15 @@ class TrainerConfig(Settings):
     """Stop after so many steps in a row without a single token to train on."""
 
     warn_logprob_gap: float = Field(default=0.05, gt=0)
-    """Warn when the log-probs of trainer and rollout engine differ by more than this on average, in nats."""
+    """Warn when trainer and rollout engine give tokens that the present weights sampled log-probs that differ by more
+    than this on average, in nats."""
 
     max_logprob_gap: float = Field(default=1.0, gt=0)
-    """Stop when the log-probs of trainer and rollout engine differ by more than this on average: they then hold
-    different weights."""
+    """Stop when they differ by more than this on average: they then hold different weights."""
+
+    check_agreement_every: int = Field(default=25, ge=0)
+    """Sample a few tokens to compare the two on, after so many steps in a row without one that the present weights
+    sampled, as is usual in separate_async; 0 for never."""
 
     @field_validator("mode")
     @classmethod

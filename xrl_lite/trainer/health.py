@@ -94,15 +94,15 @@ class StepHealth:
         config = self._config
         if not gap <= config.max_logprob_gap:  # NaN is no agreement either
             text = (
-                f"Trainer and rollout engine disagree about the same tokens by {gap:.3f} nats on average, more than "
-                f"max_logprob_gap={config.max_logprob_gap}. They hold different weights, or use different types "
-                f"(engine.dtype, rollout.dtype), temperatures or chat templates."
+                f"Trainer and rollout engine disagree about tokens of the same weights by {gap:.3f} nats on average, "
+                f"more than max_logprob_gap={config.max_logprob_gap}. They hold different weights, or use different "
+                f"types (engine.dtype, rollout.dtype), temperatures or chat templates."
             )
             return Problem(text, is_sound=False)
         if gap > config.warn_logprob_gap and not self._gap_is_wide:
             logger.warning(
-                "step %d: trainer and rollout engine disagree about the same tokens by %.4f nats on average, more than "
-                "warn_logprob_gap=%g; algorithm.rollout_correction can make up for it",
+                "step %d: trainer and rollout engine disagree about tokens of the same weights by %.4f nats on "
+                "average, more than warn_logprob_gap=%g; algorithm.rollout_correction can make up for it",
                 step,
                 gap,
                 config.warn_logprob_gap,

@@ -26,6 +26,7 @@ from xrl_lite.trainer.agent_metrics import agent_metrics
 NOT_TRAINABLE = (Status.ABORTED, Status.FILTERED, Status.FAILED)
 IGNORED = -100
 """Label of a token that is not trained on."""
+UNKNOWN_VERSION = -1
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class _Tokens:
     response: list[int]
     mask: list[int]
     logprobs: list[float]
+    versions: list[int]
 
 
 def prepare_train_data(
@@ -66,6 +68,7 @@ def prepare_train_data(
         responses=[part.response for part in tokens],
         response_masks=[part.mask for part in tokens],
         rollout_logprobs=[part.logprobs for part in tokens],
+        policy_versions=[part.versions for part in tokens],
         groups=[number for number, _ in kept],
         sessions=sessions,
         advantages=[[0.0] * len(part.response) for part in tokens],
@@ -211,7 +214,8 @@ def _response_tokens(state: RolloutState) -> _Tokens:
     if not set(mask) <= {0, 1}:
         raise _unusable(state, "response_mask", f"it must hold 0 and 1 only, got {sorted(set(mask))}")
     prompt = state.extra_fields.get("train_prompt_ids") or state.prompt_ids or []
-    return _Tokens(list(prompt), response, mask, _under(mask, state.logprobs or []))
+    logprobs = _under(mask, state.logprobs or [])
+    return _Tokens(list(prompt), response, mask, logprobs, _versions(state, len(response)))
 
 
 def _agent_tokens(state: RolloutState) -> _Tokens:
@@ -230,12 +234,20 @@ def _agent_tokens(state: RolloutState) -> _Tokens:
             )
     start = trained[0]
     mask = [int(label != IGNORED) for label in labels[start:]]
-    return _Tokens(ids[:start], ids[start:], mask, _under(mask, logprobs[start:]))
+    return _Tokens(ids[:start], ids[start:], mask, _under(mask, logprobs[start:]), _versions(state, len(mask)))
 
 
 def _under(mask: Sequence[int], logprobs: Sequence[float]) -> list[float]:
     """Log-probs of the trained tokens, 0 elsewhere: an engine has none, or NaN, for tokens that it did not sample."""
     return [value if bit else 0.0 for bit, value in zip(mask, logprobs, strict=True)]
+
+
+def _versions(state: RolloutState, num_tokens: int) -> list[int]:
+    """Policy version of each response token; -1 where an agent does not tell."""
+    steps = state.response_model_steps or []
+    if len(steps) == num_tokens:
+        return list(steps)
+    return [steps[0] if len(set(steps)) == 1 else UNKNOWN_VERSION] * num_tokens
 
 
 def _unusable(state: RolloutState, field: str, problem: str) -> RunError:

@@ -167,9 +167,13 @@ class RecordedGroups(GroupTasks):
         return 0.0
 
     async def evaluate(self, groups: Sequence[list[RolloutState]], **kwargs: Any) -> list[list[RolloutState]]:
-        """Return attempts past the buffer, which are in no record, as scored with 0."""
-        for state in (state for group in groups for state in group):
-            state.status, state.reward = Status.COMPLETED, {"score": 0.0}
+        """Return greedy attempts, of one state each, with the scores that they had."""
+        await self._script.turn("baselines")
+        due = self._script.due
+        assert due is not None, "it is their turn"
+        for (state,), score in zip(groups, due["scores"], strict=True):
+            state.status = Status.FAILED if score is None else Status.COMPLETED
+            state.reward = None if score is None else {"score": score}
         return list(groups)
 
     def _worker_of(self, uid: str) -> str:
@@ -216,6 +220,9 @@ class RecordedEngine:
     async def keep_policy(self) -> None:
         """Keep nothing: there are no weights."""
 
+    async def release_memory(self) -> None:
+        """Release nothing."""
+
     async def load_checkpoint(self, folder: Path) -> None:
         """Load nothing."""
 
@@ -231,6 +238,9 @@ class RecordedCritic:
     async def values(self, batch: TrainBatch) -> list[list[float]]:
         """Return zeros."""
         return [[0.0] * len(response) for response in batch.responses]
+
+    async def release_memory(self) -> None:
+        """Release nothing."""
 
     async def load_checkpoint(self, folder: Path) -> None:
         """Load nothing."""

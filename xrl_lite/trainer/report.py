@@ -94,16 +94,13 @@ class ConsoleReporter:
             self._progress.start()
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        parts = [f"{label} {form.format(metrics[name])}" for label, name, form in _STEP_COLUMNS if name in metrics]
-        split = " ".join(f"{name} {metrics[f'time/{name}']:.2f}" for name in _SPLIT if f"time/{name}" in metrics)
         width = len(str(self._num_steps))
-        self._console.print(Text(f"step {step:>{width}}/{self._num_steps}  " + "  ".join(parts) + f" ({split})"))
+        self._console.print(Text(f"step {step:>{width}}/{self._num_steps}  {step_line(metrics)}"))
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], completed=step)
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        found = [f"{name.split('/')[1]} {value:.3f}" for name, value in metrics.items() if name.endswith("/accuracy")]
-        self._console.print(Text(f"held-out accuracy after step {step}: {', '.join(found)}", style="bold"))
+        self._console.print(Text(f"held-out accuracy after step {step}: {accuracies(metrics)}", style="bold"))
 
     def completions(self, step: int, states: Sequence[RolloutState]) -> None:
         table = Table(title=f"completions of step {step}", title_justify="left")
@@ -111,7 +108,7 @@ class ConsoleReporter:
         for name in columns:
             table.add_column(name, overflow="fold")
         for row in rows:
-            table.add_row(*(Text(_short(cell)) for cell in row))
+            table.add_row(*(Text(shorten(cell)) for cell in row))
         self._console.print(table)
 
     def finish(self) -> None:
@@ -120,13 +117,26 @@ class ConsoleReporter:
             self._progress = None
 
     def summary(self, records: Sequence[dict[str, float]], folder: Path) -> None:
-        curves = _curves(records)
+        curves = learning_curves(records)
         if curves:
-            self._console.print(Text.from_ansi(_terminal_plot(curves, width=min(self._console.width, 100))))
+            self._console.print(Text.from_ansi(plot(curves, width=min(self._console.width, 100))))
             _save_png(curves, folder / "learning_curve.png")
         for label, (_, values) in curves.items():
             self._console.print(Text(f"{label}: {values[0]:.3f} -> {values[-1]:.3f}", style="bold"))
         self.note(f"everything is in {folder}")
+
+
+def step_line(metrics: dict[str, float]) -> str:
+    """Return what a step's line says, from a record of metrics.jsonl."""
+    parts = [f"{label} {form.format(metrics[name])}" for label, name, form in _STEP_COLUMNS if name in metrics]
+    split = " ".join(f"{name} {metrics[f'time/{name}']:.2f}" for name in _SPLIT if f"time/{name}" in metrics)
+    return f"{'  '.join(parts)} ({split})"
+
+
+def accuracies(metrics: dict[str, float]) -> str:
+    """Return the accuracies in a record of metrics.jsonl, with their names; empty if it has none."""
+    found = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/accuracy")}
+    return ", ".join(f"{name} {value:.3f}" for name, value in found.items())
 
 
 def completion_table(states: Sequence[RolloutState]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -153,7 +163,8 @@ class QuietReporter(ConsoleReporter):
         """Draw no line."""
 
 
-def _curves(records: Sequence[dict[str, float]]) -> dict[str, tuple[list[float], list[float]]]:
+def learning_curves(records: Sequence[dict[str, float]]) -> dict[str, tuple[list[float], list[float]]]:
+    """Return steps and values of reward and accuracies, by name, from the records of metrics.jsonl."""
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for record in records:
         for name, value in record.items():
@@ -165,7 +176,8 @@ def _curves(records: Sequence[dict[str, float]]) -> dict[str, tuple[list[float],
     return curves
 
 
-def _terminal_plot(curves: dict[str, tuple[list[float], list[float]]], *, width: int) -> str:
+def plot(curves: dict[str, tuple[list[float], list[float]]], *, width: int) -> str:
+    """Return a drawing of `learning_curves` for a terminal, so many characters wide."""
     import plotext  # the end of a run is early enough
 
     plotext.clear_figure()
@@ -196,5 +208,6 @@ def _save_png(curves: dict[str, tuple[list[float], list[float]]], path: Path) ->
     figure.savefig(path, dpi=120)
 
 
-def _short(text: str) -> str:
+def shorten(text: str) -> str:
+    """Return a text, or as much of it as a cell of a table holds."""
     return text if len(text) <= _MAX_CELL else f"{text[: _MAX_CELL - 2]} …"

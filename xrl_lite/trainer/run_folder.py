@@ -30,6 +30,7 @@ LOCK = "run.lock"
 CHECKPOINTS = "checkpoints"
 BUFFER = "buffer.sqlite"
 EVENTS = "events.jsonl"
+METRICS = "metrics.jsonl"
 
 
 class RunFolder:
@@ -47,7 +48,7 @@ class RunFolder:
         self._lock = _lock(path)
         self.logs = path / "logs"
         self.checkpoints = path / CHECKPOINTS
-        self.metrics_file = path / "metrics.jsonl"
+        self.metrics_file = path / METRICS
         self.trained_file = path / "trained.jsonl"
 
     @classmethod
@@ -75,7 +76,7 @@ class RunFolder:
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of metrics.jsonl; a torn last line is left out."""
-        return _lines(self.metrics_file)
+        return read_lines(self.metrics_file)
 
     def write_trained(self, step: int, groups: Sequence[PromptGroup]) -> None:
         """Add the groups that a step was trained on to trained.jsonl."""
@@ -93,7 +94,7 @@ class RunFolder:
 
     def trained(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of trained.jsonl; a torn last line is left out."""
-        return _lines(self.trained_file)
+        return read_lines(self.trained_file)
 
     def start_over(self) -> None:
         """Drop what an earlier run left that never came to a checkpoint."""
@@ -103,8 +104,8 @@ class RunFolder:
         """Drop what was written for steps after `step`: they will be run again."""
         for file in (self.metrics_file, self.trained_file):
             _keep_until(step, file)
-        for file in self.path.glob("rollouts/step_*.jsonl"):
-            if int(file.stem.removeprefix("step_")) > step:
+        for written, file in rollout_files(self.path).items():
+            if written > step:
                 file.unlink()
 
     def write_rollouts(self, step: int, records: list[dict[str, Any]]) -> None:
@@ -118,12 +119,18 @@ class RunFolder:
         self._lock.close()
 
 
+def rollout_files(folder: Path) -> dict[int, Path]:
+    """Return the files of trained attempts in the folder of a run, by step, in order."""
+    return {int(file.stem.removeprefix("step_")): file for file in sorted(folder.glob("rollouts/step_*.jsonl"))}
+
+
 def _append(file: Path, records: Sequence[dict[str, Any]]) -> None:
     with file.open("a", encoding="utf-8") as lines:
         lines.write("".join(json.dumps(record) + "\n" for record in records))
 
 
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a .jsonl file; none if there is no such file, and a torn last line is left out."""
     if not file.exists():
         return
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -136,7 +143,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
 def _keep_until(step: int, file: Path) -> None:
     if not file.exists():
         return
-    kept = [record for record in _lines(file) if record["step"] <= step]
+    kept = [record for record in read_lines(file) if record["step"] <= step]
     aside = file.with_suffix(".tmp")
     aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     aside.replace(file)

@@ -37,11 +37,18 @@ class SyncTrainer(RLTrainer):
     async def on_step_end(self) -> None:
         with self.times.part("sync"):
             if self.settings.sleep_level:
+                await self._release_memory()
                 await self.parts.rollout.wake_up(("weights",))
             if self.weights_are_due:
                 await self.sync_weights()
             if self.settings.sleep_level:
                 await self.parts.rollout.wake_up(("kv_cache",))
+
+    async def _release_memory(self) -> None:
+        """Make room for the replicas: what the ranks cached is in nobody's use now."""
+        await self.parts.engine.release_memory()
+        if self.parts.critic is not None:
+            await self.parts.critic.release_memory()
 
     def _split_rollout_time(self, groups: list[PromptGroup]) -> None:
         """All attempts start together, so the slowest response ends generation; judging is what comes after it."""

@@ -311,6 +311,7 @@ class CudaIpcSender:
 
     def close(self) -> None:
         self._buckets, self._buffer = [], None
+        torch.cuda.empty_cache()  # the replicas are about to take memory of the same GPU
 
 
 # --- process group

@@ -3,10 +3,11 @@
 =============  =====================================  ==========================================================
 name           where                                  how
 =============  =====================================  ==========================================================
-shared_memory  either side on the CPU                 one anonymous segment that the driver holds: written once by
-                                                      the trainer while replicas still generate, read by all
-cuda_ipc       both on the same GPUs                  buckets in GPU memory that the replicas map
-process_group  separate GPUs (nccl), or CPUs (gloo)   broadcast from the trainer to all replicas
+shared_memory  either side on the CPU, or several     one anonymous segment that the driver holds: written once by
+               GPUs of which they share some          the trainer while replicas still generate, read by all
+cuda_ipc       all on one GPU                         buckets in GPU memory that the replicas map
+process_group  each replica on a GPU of its own       broadcast from the trainer to all replicas
+               (nccl), or CPUs (gloo)
 folder         anything else                          safetensors files
 =============  =====================================  ==========================================================
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -137,16 +139,20 @@ class ProcessGroupTransport(Transport):
 NAMES = ("shared_memory", "cuda_ipc", "process_group", "folder")
 
 
-def choose_transport(source: frozenset[str], targets: frozenset[str]) -> str:
+def choose_transport(source: frozenset[str], targets: Sequence[frozenset[str]]) -> str:
     """Return the transport that fits where trainer and replicas are.
 
     Args:
-        source: Devices of the trainer: "cpu", or unique ids of GPUs.
-        targets: Devices of all replicas.
+        source: Devices of the first rank, which hands the weights out: "cpu", or unique ids of GPUs.
+        targets: Devices of each replica.
     """
-    if "cpu" in source | targets:
+    devices = source.union(*targets)
+    if "cpu" in devices:
         return "shared_memory"
-    return "cuda_ipc" if targets <= source else "process_group"
+    if len(devices) == 1:  # the memory of a GPU can be mapped where that GPU is visible, and nowhere else
+        return "cuda_ipc"
+    # nccl takes one member for each GPU
+    return "process_group" if len(devices) == 1 + len(targets) == sum(map(len, [source, *targets])) else "shared_memory"
 
 
 def make_transport(name: str, *, folder: str | None, bucket_bytes: int, timeout_s: float) -> Transport:

@@ -81,6 +81,11 @@ def test_the_accelerators_of_a_bundle_are_seen_by_all_actors_in_it() -> None:
         assert books.claim(name, Resources(), bundle="g[0]").accelerators == ("0", "1")
     with pytest.raises(ResourceError, match="bundle"):
         books.claim("more", Resources(num_cpus=0, num_accelerators=3), bundle="g[0]")
+    one = Resources(num_cpus=0, accelerators=("1",))
+    assert books.claim("one", one, bundle="g[0]").accelerators == ("1",)
+    books.release("one")
+    with pytest.raises(ResourceError, match="and accelerators 7, which its bundle has not free"):
+        books.claim("another's", Resources(num_cpus=0, accelerators=("7",)), bundle="g[0]")
     books.release_bundles(["g[0]"])
     books.release("engine")
     assert books.held.accelerators == ("0", "1")

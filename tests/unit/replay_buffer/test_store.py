@@ -127,6 +127,17 @@ async def test_what_is_finished_is_on_the_disk_before_it_counts(tmp_path: Path, 
     assert query(tmp_path, "SELECT count(*), avg(score), min(num_response_tokens) FROM trajectories") == [(2, 1.0, 2)]
 
 
+async def test_the_file_is_little_larger_than_what_it_holds(tmp_path: Path, buffer: ReplayBuffer) -> None:
+    tokens = 1280
+    logprobs = [0.1 * n for n in range(tokens)]  # floats of 8 bytes, which are not compressed
+    for number in range(128):
+        await add(buffer, number, finish=False)
+        states = attempts(number, response_ids=[1] * tokens, logprobs=logprobs, response_model_steps=[1] * tokens)
+        await buffer.finish(buffer.start(f"g{number}"), states)
+    await buffer.close()
+    assert (tmp_path / "buffer.sqlite").stat().st_size < 1.3 * 128 * 2 * 8 * tokens
+
+
 async def test_the_documented_query_gives_scores_by_step(tmp_path: Path, buffer: ReplayBuffer) -> None:
     await add(buffer, 0, 1)
     await buffer.sample(3, "train", 2)

@@ -71,15 +71,18 @@ def test_penalties_follow_their_formulas() -> None:
 @pytest.mark.parametrize(
     ("source", "targets", "wanted"),
     [
-        ({"cpu"}, {"cpu"}, "shared_memory"),
-        ({"gpu-a"}, {"cpu"}, "shared_memory"),
-        ({"gpu-a"}, {"gpu-a"}, "cuda_ipc"),
-        ({"gpu-a"}, {"gpu-b"}, "process_group"),
-        ({"gpu-a", "gpu-b"}, {"gpu-b"}, "cuda_ipc"),
+        ("cpu", [{"cpu"}], "shared_memory"),
+        ("gpu-a", [{"cpu"}], "shared_memory"),
+        ("gpu-a", [{"gpu-a"}, {"gpu-a"}], "cuda_ipc"),
+        ("gpu-a", [{"gpu-b"}, {"gpu-c"}], "process_group"),
+        ("gpu-a", [{"gpu-a"}, {"gpu-b"}], "shared_memory"),
+        ("gpu-a", [{"gpu-b"}, {"gpu-b"}], "shared_memory"),
+        ("gpu-a", [{"gpu-a", "gpu-b"}], "shared_memory"),
+        ("gpu-a", [{"gpu-b", "gpu-c"}], "shared_memory"),
     ],
 )
-def test_the_transport_fits_the_placement(source: set[str], targets: set[str], wanted: str) -> None:
-    assert choose_transport(frozenset(source), frozenset(targets)) == wanted
+def test_the_transport_fits_the_placement(source: str, targets: list[set[str]], wanted: str) -> None:
+    assert choose_transport(frozenset({source}), [frozenset(target) for target in targets]) == wanted
 
 
 def test_an_unknown_transport_is_refused_with_those_there_are() -> None:

@@ -48,6 +48,21 @@ async def test_tokens_advantages_and_masks_have_the_length_of_the_response() -> 
     assert metrics["num_tokens"] == 3
 
 
+def test_each_response_token_has_the_version_that_sampled_it_as_far_as_the_agent_tells() -> None:
+    agent: dict[str, Any] = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "logprobs": [-0.1] * 3}
+    batch, _ = prepare_train_data(
+        [
+            [
+                scored(1.0, response_model_steps=[3, 4]),
+                scored(0.0, response_model_steps=None),
+                scored(0.0, response_model_steps=[5], **agent),
+                scored(0.0, response_model_steps=[5, 6, 6], **agent),
+            ]
+        ]
+    )
+    assert batch.policy_versions == [[3, 4], [-1, -1], [5, 5], [-1, -1]]
+
+
 def test_lengths_are_counted_with_and_without_what_was_cut_off() -> None:
     cut = scored(0.0, response_ids=[7] * 6, logprobs=[-0.3] * 6, response_mask=[1] * 6, finish_reason="length")
     _, metrics = prepare_train_data([[scored(1.0), cut]])

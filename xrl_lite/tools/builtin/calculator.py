@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from xrl_lite.tools.function_tool import function_tool
+from xrl_lite.tools.functions import function_tool
 
 MAX_LENGTH = 500
 MAX_DIGITS = 1000
