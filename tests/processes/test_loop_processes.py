@@ -28,12 +28,16 @@ pytestmark = pytest.mark.process
 
 AGENTS = """
 import os
+import anyio
 from xrl_lite.agent_loop import AgentLoopBase, AgentLoopOutput
 
 class Where(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         if kwargs["extra_info"].get("deadly"):
             os._exit(3)
+        if kwargs["extra_info"].get("impatient"):
+            with anyio.move_on_after(0.05):
+                await self.server_manager.generate("hangs", prompt_ids=[3], sampling_params={"max_tokens": 3})
         output = await self.server_manager.generate("r", prompt_ids=[1, 2], sampling_params={"max_tokens": 3})
         return AgentLoopOutput(
             prompt_ids=[1, 2], response_ids=output.token_ids, response_mask=[1] * len(output.token_ids),
@@ -134,6 +138,38 @@ async def test_one_process_runs_the_loop_asks_back_and_is_replaced(
     assert "agent_loop/0" in str(lost.error_msg)
     (state,) = await loop.generate_group(make_states(1))
     assert (state.response_ids, loop.host.restarts) == ([5], 2)
+
+
+class HangingRolloutCtl(ScriptedRolloutCtl):
+    """Answers one prompt never, and the others once that one was given up."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: [5])
+        self.given_up = anyio.Event()
+
+    async def generate(self, state: RolloutState) -> RolloutState:
+        if state.prompt_ids == [3]:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                self.given_up.set()
+        await self.given_up.wait()
+        return await super().generate(state)
+
+
+async def test_what_an_agent_gives_up_is_withdrawn_while_its_group_goes_on(
+    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    rollout = HangingRolloutCtl()
+    loop = settings(tmp_path, tiny_model_folder, 1).build(rollout, None, system=system)
+    await loop.ready()
+    impatient, patient = make_states()
+    impatient.extra_fields["impatient"] = True
+    with anyio.fail_after(30):  # the whole group waits for it
+        states = await loop.generate_group([impatient, patient])
+    assert [state.response_ids for state in states] == [[5], [5]]
+    assert rollout.given_up.is_set()
+    await loop.aclose()
 
 
 async def test_a_router_spreads_groups_and_a_dead_engine_ends_them(

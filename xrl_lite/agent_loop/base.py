@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import anyio
 from pydantic import Field
@@ -102,6 +102,10 @@ class AgentLoopConfig(Settings, ABC):
         system: ActorSystem | None = None,
     ) -> AgentLoop:
         """Make the loop in this process; arguments as for `build`. `system` is for what the loop starts."""
+
+    def share_of(self, number: int, num_workers: int) -> Self:
+        """Return the settings of one of several processes: what is limited for all is shared out among them."""
+        return self
 
     @property
     def max_response_tokens(self) -> int:
@@ -267,6 +271,11 @@ class AgentLoop(ABC):
                     states[-1] = last
                     spread_judgement(states)
         return attempts
+
+
+def part_of(total: int, number: int, num_workers: int) -> int:
+    """Return the part of one of several workers, such that the parts make up the total."""
+    return total // num_workers + (number < total % num_workers)
 
 
 def needs_judgement(state: RolloutState) -> bool:

@@ -6,6 +6,7 @@
     RemoteAgentLoop --generate_group(states)--------> loop.generate_group
          ^   '------<- take: generate this state ---- rollout_ctl stand-in
          '------------ answer: the state -----------> ...
+         '<- take: withdrawn, who asked is cancelled -- ...
                     <- the finished states
 
 Each group has its own line of requests, so a group that is cancelled takes its requests along. A process that dies is
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-Asked = Literal["generate", "judge", "batch_judge"]
+Asked = Literal["generate", "judge", "batch_judge", "withdraw"]
+"""What is asked for; withdraw ends the request of the same number."""
 
 PRELOAD = (
     "xrl_lite.agent_loop.remote",
@@ -70,6 +72,11 @@ class _Line:
 
     waiting: list[tuple[int, Asked, Any]] = field(default_factory=list[tuple[int, Asked, Any]])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def add(self, number: int, what: Asked, payload: Any) -> None:
+        """Add a request, and wake up who takes them."""
+        self.waiting.append((number, what, payload))
+        self.changed.set()
 
 
 class LoopHost:
@@ -141,14 +148,16 @@ class LoopHost:
         await self._loop.aclose()
 
     async def ask(self, what: Asked, payload: Any) -> Any:
-        """Ask the other side and wait for the answer; cancelling withdraws nothing that was taken already."""
+        """Ask the other side and wait for the answer; cancelling ends there what was asked for."""
         number = next(self._numbers)
         future = self._answers[number] = asyncio.get_running_loop().create_future()
         line = self._lines[_GROUP.get()]
-        line.waiting.append((number, what, payload))
-        line.changed.set()
+        line.add(number, what, payload)
         try:
             return await future
+        except asyncio.CancelledError:
+            line.add(number, "withdraw", None)
+            raise
         finally:
             del self._answers[number]
 
@@ -236,10 +245,21 @@ class RemoteAgentLoop(AgentLoop):
             self.on_close = None
 
     async def _serve(self, group: str) -> None:
+        scopes: dict[int, anyio.CancelScope] = {}
+
+        async def answer(number: int, what: Asked, payload: Any) -> None:
+            with scopes[number]:
+                await self._answer(number, what, payload)
+            del scopes[number]
+
         async with anyio.create_task_group() as answering:
             while True:
                 for number, what, payload in await self.host.take.options(max_task_retries=1).remote(group):
-                    answering.start_soon(self._answer, number, what, payload)
+                    if what != "withdraw":
+                        scopes[number] = anyio.CancelScope()
+                        answering.start_soon(answer, number, what, payload)
+                    elif number in scopes:  # else it was answered meanwhile
+                        scopes[number].cancel()
 
     async def _answer(self, number: int, what: Asked, payload: Any) -> None:
         answer = self.host.answer.options(max_task_retries=1)
@@ -332,7 +352,7 @@ def build_remote(
         for number in range(resources.num_workers):
             host = system.spawn(
                 LoopHost,
-                located,
+                located.share_of(number, resources.num_workers),
                 judger is not None,
                 name=f"{stem}/{number}",
                 num_cpus=resources.num_cpus_per_worker,

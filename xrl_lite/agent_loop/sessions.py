@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import anyio
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xrl_lite.agent_loop.agents import AgentParts, AgentSettings, AgentTable
-from xrl_lite.agent_loop.base import AgentLoopConfig, RolloutCtl, StateJudger
+from xrl_lite.agent_loop.base import AgentLoopConfig, RolloutCtl, StateJudger, part_of
 from xrl_lite.agent_loop.client import StateClient
 from xrl_lite.agent_loop.output import AgentLoopOutput
 from xrl_lite.agent_loop.session_loop import SessionLoop, row_of, tokenizer_of
@@ -62,10 +62,26 @@ class AgentsConfig(AgentLoopConfig):
     """Tokens that end a turn, where neither tokenizer nor template tell."""
 
     max_concurrent_sessions: int | None = Field(default=None, gt=0)
-    """Sessions at once; those beyond wait."""
+    """Sessions at once, of all processes together; those beyond wait."""
 
     session_timeout_s: float | None = Field(default=None, gt=0)
     """Limit for one session, judging not included; beyond it the attempt is FAILED."""
+
+    @model_validator(mode="after")
+    def _a_session_for_each_process(self) -> Self:
+        num_workers = self.cpu_resources.num_workers if self.cpu_resources else 1
+        if self.max_concurrent_sessions is not None and self.max_concurrent_sessions < num_workers:
+            raise ValueError(
+                f"max_concurrent_sessions is {self.max_concurrent_sessions}, fewer than the {num_workers} processes of "
+                f"cpu_resources.num_workers, which share them. Raise the one or lower the other."
+            )
+        return self
+
+    def share_of(self, number: int, num_workers: int) -> Self:
+        if self.max_concurrent_sessions is None:
+            return self
+        share = part_of(self.max_concurrent_sessions, number, num_workers)
+        return self.model_copy(update={"max_concurrent_sessions": share, "cpu_resources": None})
 
     def build_local(
         self,

@@ -18,6 +18,7 @@ import anyio
 from pydantic import Field, model_validator
 
 from xrl_lite.agent_loop import AgentLoopConfig, AgentLoopOutput, RolloutCtl, SessionLoop, StateJudger
+from xrl_lite.agent_loop.base import part_of
 from xrl_lite.agent_loop.session_loop import row_of, tokenizer_of
 from xrl_lite.data import RolloutState, Row, SampleParams
 from xrl_lite.data.tokenizer import read_template
@@ -73,6 +74,13 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
             raise ValueError(f"default_agent: choose one of {', '.join(sorted(self.agents))}.")
         if self.default_agent is not None:
             self.check_agent(self.default_agent)
+        num_workers = self.cpu_resources.num_workers if self.cpu_resources else 1
+        for name, agent in self.agents.items():
+            if agent.max_concurrent < num_workers:
+                raise ValueError(
+                    f"agents.{name}.max_concurrent is {agent.max_concurrent}, fewer than the {num_workers} processes "
+                    f"of cpu_resources.num_workers, which share them. Raise the one or lower the other."
+                )
         biasing = sorted({*(self.gateway.request_params or ())} - {*TRAINING_PARAMS})
         if biasing:
             raise ValueError(
@@ -139,6 +147,13 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
         for name, agent in self.agents.items():
             for number in range(agent.max_concurrent if agent.command else 0):
                 yield f"agent/{name}/{number}", agent.num_cpus
+
+    def share_of(self, number: int, num_workers: int) -> Self:
+        shares = {
+            name: agent.model_copy(update={"max_concurrent": part_of(agent.max_concurrent, number, num_workers)})
+            for name, agent in self.agents.items()
+        }
+        return self.model_copy(update={"agents": shares, "cpu_resources": None})
 
     def build_local(
         self,

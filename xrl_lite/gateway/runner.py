@@ -72,7 +72,8 @@ class BlackBoxAgentConfig(Settings):
     """Limit for one sample; beyond it the agent is ended and the attempt FAILED."""
 
     max_concurrent: int = Field(default=8, gt=0)
-    """Samples at once; for programs also the number of processes that start them."""
+    """Samples at once, in all processes of the loop together; for programs also the number of processes that start
+    them."""
 
     num_cpus: float = Field(default=0.1, gt=0)
     """CPU slots of one program."""

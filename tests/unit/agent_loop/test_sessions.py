@@ -374,6 +374,14 @@ async def test_only_so_many_sessions_run_at_once() -> None:
     assert max(most) == 2
 
 
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
+def test_the_bound_of_sessions_holds_for_all_processes_together(num_workers: int) -> None:
+    resources = CPUResourcesConfig(num_workers=num_workers, num_cpus_per_worker=0.1)
+    config = AgentsConfig(max_concurrent_sessions=5, cpu_resources=resources)
+    shares = [config.share_of(number, num_workers).max_concurrent_sessions or 0 for number in range(num_workers)]
+    assert (sum(shares), max(shares) - min(shares) <= 1, min(shares) > 0) == (5, True, True)
+
+
 async def test_a_group_is_judged_in_one_call_where_that_is_asked_for(tmp_path: Path) -> None:
     judger = Judger()
     config = ends(tmp_path, "answer").model_copy(update={"enable_batch_judge": True})
@@ -385,6 +393,12 @@ async def test_a_group_is_judged_in_one_call_where_that_is_asked_for(tmp_path: P
 
 
 # --- bad input
+
+
+def test_processes_without_a_session_are_refused() -> None:
+    resources = CPUResourcesConfig(num_workers=3, num_cpus_per_worker=0.1)
+    with pytest.raises(ValidationError, match="max_concurrent_sessions is 2, fewer than the 3 processes"):
+        AgentsConfig(max_concurrent_sessions=2, cpu_resources=resources)
 
 
 def one_at_a_time(response: str, label: Any, extra_info: Any) -> dict[str, float]:

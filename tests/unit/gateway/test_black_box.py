@@ -15,6 +15,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.unit.gateway.rig import END, QWEN3, answering, held
+from xrl_lite.actors import CPUResourcesConfig
 from xrl_lite.agent_loop import TaskSpecConfig
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Row, SampleParams, Status
@@ -165,6 +166,14 @@ async def test_an_agent_may_say_that_it_did_not_finish(name: str, is_trained: bo
     (state,) = await run(config_of(name, mask_unfinished_episode=True))
     assert (state.status, state.reward is None) == (Status.COMPLETED, False)
     assert any(state.response_mask or []) == is_trained
+
+
+def test_the_bound_of_an_agent_holds_for_all_processes_together() -> None:
+    resources = CPUResourcesConfig(num_workers=3, num_cpus_per_worker=0.1)
+    config = config_of("Agent", max_concurrent=8, cpu_resources=resources)
+    assert [config.share_of(number, 3).agents["Agent"].max_concurrent for number in range(3)] == [3, 3, 2]
+    with pytest.raises(ValidationError, match=r"agents.Agent.max_concurrent is 2, fewer than the 3 processes"):
+        config_of("Agent", max_concurrent=2, cpu_resources=resources)
 
 
 @pytest.mark.parametrize(("selection", "num_turns"), [("all", [2, 1]), ("longest", [2]), ("last", [1])])
