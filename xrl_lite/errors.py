@@ -31,7 +31,7 @@ All of them pickle: an error may be raised in one process and read in another.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
 
@@ -135,7 +135,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 @contextmanager
-def errors_as_themselves() -> Iterator[None]:
+def errors_as_themselves() -> Generator[None]:
     """Raise the error that began it instead of the groups that task groups wrap around it."""
     first: BaseException | None = None
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def log_to_stderr(*, level: int = logging.INFO) -> None:
 
 
 @contextmanager
-def logged_to(path: Path, *, level: int = logging.INFO) -> Iterator[None]:
+def logged_to(path: Path, *, level: int = logging.INFO) -> Generator[None]:
     """Write the log to a file while inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path, encoding="utf-8")

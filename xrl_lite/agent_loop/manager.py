@@ -17,7 +17,7 @@ Another class can take this one's place (`AgentLoopManagerConfig.agent_loop_mana
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -122,7 +122,7 @@ class GroupTasks:
     _tasks: TaskGroup | None = None
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncGenerator[None]:
         """Let groups run while inside; what still runs at the end is cancelled and given back.
 
         An error of a group ends the block, and is raised as itself.

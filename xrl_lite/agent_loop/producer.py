@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -135,7 +135,7 @@ class Producer:
             replay_buffer.limit_age(threshold)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncGenerator[None]:
         """Let groups run while inside (`AgentLoopManager.running`)."""
         running = getattr(self.manager, "running", None)
         if running is None:

@@ -5,7 +5,7 @@ T trained tokens of a packed batch, V vocabulary, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -44,13 +44,13 @@ class LanguageModelEngine(TransformersEngine):
             )
 
     @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
+    def disable_adapter(self) -> Generator[None]:
         assert self._keep_reference, "what this needs is there only with keep_reference"
         with self._adapter.disabled() if self._adapter is not None else self._computing_with(self._frozen[_INITIAL]):
             yield
 
     @contextmanager
-    def use_teacher(self) -> Iterator[None]:
+    def use_teacher(self) -> Generator[None]:
         assert _TEACHER in self._frozen, "there is a teacher only with teacher_path"
         with self._computing_with(self._frozen[_TEACHER]):
             yield
@@ -76,7 +76,7 @@ class LanguageModelEngine(TransformersEngine):
             return AutoModelForCausalLM.from_config(model.config)
 
     @contextmanager
-    def _computing_with(self, model: Any) -> Iterator[None]:
+    def _computing_with(self, model: Any) -> Generator[None]:
         before = self._policy
         self._policy = model
         try:

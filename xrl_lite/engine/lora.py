@@ -9,7 +9,7 @@ Outside of the engine they have the names of Hugging Face, or those that peft gi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Adapter:
         return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
     @contextmanager
-    def disabled(self) -> Iterator[None]:
+    def disabled(self) -> Generator[None]:
         """Compute without it while inside."""
         try:
             self._switch(off=True)

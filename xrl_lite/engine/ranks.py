@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -138,7 +138,7 @@ def on_all_ranks(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
 
 
 @contextmanager
-def _told_as_rank_error(place: RankPlace, phase: str) -> Iterator[None]:
+def _told_as_rank_error(place: RankPlace, phase: str) -> Generator[None]:
     try:
         yield
     except Exception as error:

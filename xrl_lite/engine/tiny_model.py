@@ -13,7 +13,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -280,7 +280,7 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, config: Ti
 
 
 @contextmanager
-def _only_one_builder(folder: Path) -> Iterator[None]:
+def _only_one_builder(folder: Path) -> Generator[None]:
     """Hold the lock of a folder. The kernel drops it when its holder dies, however that happens."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder.with_name(f"{folder.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -292,7 +292,7 @@ def _only_one_builder(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _no_progress_bars() -> Generator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -303,7 +303,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _one_thread() -> Generator[None]:
     """Compute on one thread: the order of sums is then fixed, and a small model gains little from a second one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

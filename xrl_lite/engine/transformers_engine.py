@@ -9,7 +9,7 @@ import math
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -108,7 +108,7 @@ class TransformersEngine(BaseEngine):
         return {}
 
     @contextmanager
-    def train_mode(self) -> Iterator[None]:
+    def train_mode(self) -> Generator[None]:
         was_training = self._model.training
         self._model.train()
         try:
@@ -118,7 +118,7 @@ class TransformersEngine(BaseEngine):
             self._model.train(was_training)
 
     @contextmanager
-    def eval_mode(self) -> Iterator[None]:
+    def eval_mode(self) -> Generator[None]:
         was_training = self._model.training
         self._model.eval()
         try:
@@ -131,7 +131,7 @@ class TransformersEngine(BaseEngine):
         self._kept = [values.to("cpu", copy=True) for values in self._own_values()]
 
     @contextmanager
-    def use_kept_policy(self) -> Iterator[None]:
+    def use_kept_policy(self) -> Generator[None]:
         present = [values.to("cpu", copy=True) for values in self._own_values()]
         self._set_own_values(self._kept)
         try:
@@ -327,7 +327,7 @@ class TransformersEngine(BaseEngine):
             getattr(torch, self._device.type).set_rng_state(own["device"])
 
     @contextmanager
-    def _on_device(self, *, optimizer: bool) -> Iterator[None]:
+    def _on_device(self, *, optimizer: bool) -> Generator[None]:
         """Bring what is offloaded to the device while inside."""
         moved = {"model": self._config.param_offload, "optimizer": self._config.optimizer_offload and optimizer}
         self.to(self._device.type, **moved)
@@ -377,7 +377,7 @@ def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
 
 
 @contextmanager
-def _alone_on_purpose() -> Iterator[None]:
+def _alone_on_purpose() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ class ValueModelEngine(TransformersEngine):
     output_type = ValueOutputs
 
     @contextmanager
-    def disable_adapter(self) -> Iterator[None]:
+    def disable_adapter(self) -> Generator[None]:
         assert self._adapter is not None, "a value model has no reference to compute with"
         with self._adapter.disabled():
             yield

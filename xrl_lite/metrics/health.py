@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class LoopLag:
         self.num_blocked = 0
 
     @asynccontextmanager
-    async def measured(self) -> AsyncIterator[None]:
+    async def measured(self) -> AsyncGenerator[None]:
         """Measure while inside."""
         self._ticked = time.monotonic()
         watcher = threading.Thread(target=self._watch, args=(threading.get_ident(),), name="loop-watcher", daemon=True)

@@ -92,7 +92,7 @@ class LLMClient:
     @asynccontextmanager
     async def streaming(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]
-    ) -> AsyncIterator[AsyncIterator[TokenOutput]]:
+    ) -> AsyncGenerator[AsyncIterator[TokenOutput]]:
         """Yield an iterator over new tokens as they come, whose last item has no tokens and a stop reason.
 
         Leaving the context early ends the request.

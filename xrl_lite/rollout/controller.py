@@ -16,7 +16,7 @@ over; so do all others. What comes back is COMPLETED, ABORTED (with what there i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -162,7 +162,7 @@ class RolloutController:
         return _failed(state, f"sample {state.rollout_id}: {problem}")
 
     @asynccontextmanager
-    async def streaming(self, state: RolloutState) -> AsyncIterator[MemoryObjectReceiveStream[GenerateResult]]:
+    async def streaming(self, state: RolloutState) -> AsyncGenerator[MemoryObjectReceiveStream[GenerateResult]]:
         """Generate in the background while inside: yields a stream of new tokens that ends with the response.
 
         ::

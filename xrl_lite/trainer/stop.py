@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(stop: StopRequest, *, kill: Callable[[], None], note: Callable[[str], None]) -> Iterator[None]:
+def stop_on_signals(stop: StopRequest, *, kill: Callable[[], None], note: Callable[[str], None]) -> Generator[None]:
     """Turn SIGINT and SIGTERM into stop requests while inside.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from xrl_lite.actors import now
@@ -22,7 +22,7 @@ class StepTimes:
         self.parts: dict[str, float] = {}
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def part(self, name: str) -> Generator[None]:
         """Measure a part; while `train` is measured, generation overlaps with it."""
         started, busy_before = now(), self._busy_s()
         try:
