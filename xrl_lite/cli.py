@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_BELOW, EXIT_STOPPED = 0, 1, 2, 3, 130
 
+AddCommand = Callable[..., argparse.ArgumentParser]
+"""Adds a command, and returns the parser of its arguments."""
+
 GATEWAY_KEY_VARIABLE = "XRL_LITE_GATEWAY_KEY"
 """Environment variable with the key of whoever makes sessions."""
 
@@ -287,28 +290,28 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="xrl-lite", description=xrl_lite.__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="xrl-lite", description=(xrl_lite.__doc__ or "").partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"xrl-lite {xrl_lite.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    train = _config_command(commands, "train", "train a policy", _train)
+    add_command = parser.add_subparsers(required=True, metavar="COMMAND").add_parser
+    train = _config_command(add_command, "train", "train a policy", _train)
     train.add_argument(
         "--dry-run", action="store_true", help="check everything and show the resolved settings, but start nothing"
     )
     _config_command(
-        commands,
+        add_command,
         "eval",
         "held-out accuracy of the starting model, or of a checkpoint or model folder given as checkpoint=PATH; with "
         "record=FILE it goes on where it was stopped",
         _eval,
     )
-    _serve_command(commands)
+    _serve_command(add_command)
     _config_command(
-        commands, "build-model", "build and warm up the model of a config, if it is not cached", _build_model
+        add_command, "build-model", "build and warm up the model of a config, if it is not cached", _build_model
     )
-    _replay_command(commands)
-    _score_command(commands)
-    _view_command(commands)
-    doctor = commands.add_parser(
+    _replay_command(add_command)
+    _score_command(add_command)
+    _view_command(add_command)
+    doctor = add_command(
         "doctor",
         help="versions for a bug report, and whether this machine and installation can do what a run needs",
         description="Show versions for a bug report, and try what a run needs: processes, shared memory, sandbox, "
@@ -319,8 +322,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _replay_command(commands: object) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+def _replay_command(add_command: AddCommand) -> None:
+    parser = add_command(
         "replay",
         help="repeat the order of events of a recorded run, without model and processes",
         description="Repeat the order of events of a recorded run, without model and processes. What came from outside "
@@ -335,8 +338,8 @@ def _replay_command(commands: object) -> None:
     parser.set_defaults(command=_replay)
 
 
-def _view_command(commands: object) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+def _view_command(add_command: AddCommand) -> None:
+    parser = add_command(
         "view",
         help="show what a run did, also while it goes on: steps, evaluations, what was dropped, single attempts",
         description="Show what a run did, also while it goes on. Without options: its steps, evaluations, and what "
@@ -351,8 +354,8 @@ def _view_command(commands: object) -> None:
     parser.set_defaults(command=_view)
 
 
-def _score_command(commands: object) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+def _score_command(add_command: AddCommand) -> None:
+    parser = add_command(
         "score",
         help="judge the responses in a file, without any model",
         description="Judge the responses in a JSONL or parquet file, without any model. Exit code 3: a threshold is "
@@ -376,8 +379,8 @@ def _score_command(commands: object) -> None:
     parser.set_defaults(command=_score)
 
 
-def _serve_command(commands: object) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
+def _serve_command(add_command: AddCommand) -> None:
+    parser = add_command(
         "serve",
         help="serve a model to agents, with the APIs of OpenAI and Anthropic",
         description="Serve a model to agents, with the APIs of OpenAI and Anthropic. The key of whoever makes sessions "
@@ -389,10 +392,8 @@ def _serve_command(commands: object) -> None:
     parser.set_defaults(command=_serve)
 
 
-def _config_command(commands: object, name: str, text: str, function: object) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(  # type: ignore[attr-defined]
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", formatter_class=_SettingsHelp
-    )
+def _config_command(add_command: AddCommand, name: str, text: str, function: object) -> argparse.ArgumentParser:
+    parser = add_command(name, help=text, description=f"{text[0].upper()}{text[1:]}.", formatter_class=_SettingsHelp)
     parser.add_argument(
         "config", type=Path, metavar="CONFIG", help="a .yaml file, or a .py file with config = RunConfig(...)"
     )

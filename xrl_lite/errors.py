@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import cast
 
 
 class XrlLiteError(Exception):
@@ -141,8 +142,12 @@ def errors_as_themselves() -> Generator[None]:
     try:
         yield
     except BaseExceptionGroup as group:
-        first = group
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
+        first = _innermost(group)
     if first is not None:  # raised out here, so that the groups do not become its context
         raise first
+
+
+def _innermost(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = cast("BaseExceptionGroup[BaseException]", error).exceptions[0]
+    return error

@@ -154,7 +154,7 @@ def refuse_images(messages: Sequence[Message], where: str) -> None:
     for message in messages:
         content = message.get("content")
         for part in cast("list[Any]", content) if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            kind = cast("Mapping[str, Any]", part).get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
                 raise RolloutError(f"{where} holds a part of type {kind!r}, but the model takes text only.")
 

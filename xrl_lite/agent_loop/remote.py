@@ -207,6 +207,7 @@ class RemoteAgentLoop(AgentLoop):
         group, states = uuid.uuid4().hex, list(rollout_states)
         restarts = self.host.restarts
         self.num_running += 1
+        finished: list[RolloutState] = []
         try:
             with errors_as_themselves():
                 async with anyio.create_task_group() as serving:

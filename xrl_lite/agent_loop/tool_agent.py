@@ -121,7 +121,7 @@ class ToolAgentLoop(AgentLoopBase):
         """Generate one turn and add it; return the calls in it that are carried out."""
         parts = self.parts
         stops = parts.tokenizer.token_ids_of(parts.parser.stop_texts)
-        given = sampling_params.get("stop_token_ids") or []
+        given: list[int] = sampling_params.get("stop_token_ids") or []
         limit = min(room, sampling_params.get("max_tokens") or room)
         started = time.perf_counter()
         output = await self.server_manager.generate(
@@ -206,7 +206,7 @@ class RowTools:
             raise ConfigError(f"tools_kwargs must be {{<tool>: {{create_kwargs: {{...}}}}}}, got {per_tool!r:.100}.")
         kwargs = {
             name: dict((given or {}).get("create_kwargs") or {})
-            for name, given in cast("Mapping[str, Any]", per_tool).items()
+            for name, given in cast("Mapping[str, Mapping[str, Any] | None]", per_tool).items()
         }
         return cls(cast("list[str] | None", selection), kwargs)
 

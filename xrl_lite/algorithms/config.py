@@ -283,4 +283,4 @@ class AlgorithmConfig(_Readable):
     def requirements(self) -> frozenset[str]:
         """What the advantage estimator needs beyond rewards, mask and groups."""
         needs = advantage_estimator(self.advantage).requires
-        return needs | ({"reward_parts"} if self.gdpo_reward_keys and self.advantage == "gdpo" else set())
+        return needs | {"reward_parts"} if self.gdpo_reward_keys and self.advantage == "gdpo" else needs

@@ -139,14 +139,14 @@ class RolloutCorrectionConfig(Settings):
         return self
 
 
-def preset_or_mapping(value: Any) -> Any:
+def preset_or_mapping(value: object) -> object:
     """Turn the name of a preset, or a mapping with a `preset` in it, into settings; pass the rest through."""
     if isinstance(value, str):
         return _preset(value, {})
     if isinstance(value, Mapping) and "preset" in value:
         given = dict(cast("Mapping[str, Any]", value))
         return _preset(str(given.pop("preset")), given)
-    return value
+    return cast("object", value)
 
 
 def _preset(name: str, changes: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -16,5 +16,5 @@ def weights_digest(weights: Mapping[str, Tensor]) -> str:
         tensor = weights[name].detach().contiguous()
         total = zlib.crc32(f"{name}:{tuple(tensor.shape)}:{tensor.dtype}".encode(), total)
         if tensor.numel():
-            total = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy(), total)
+            total = zlib.crc32(tensor.view(-1).view(torch.uint8).numpy().data, total)
     return f"{total:08x}"

@@ -1,3 +1,4 @@
+# pyright: basic
 """Lists of different lengths to padded rows, and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """What a transfer of weights is described by, and the checksum that proves each tensor arrived. No torch on import."""
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def tensor_checksum(tensor: Tensor) -> str:
     total = zlib.crc32(f"{tuple(tensor.shape)}:{tensor.dtype}".encode())
     for part in parts:
         if part.numel():
-            total = zlib.crc32(part.contiguous().cpu().numpy(), total)
+            total = zlib.crc32(part.contiguous().cpu().numpy().data, total)
     return f"{total:08x}"
 
 

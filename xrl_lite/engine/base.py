@@ -413,11 +413,11 @@ class EngineRegistry:
                 raise UnknownNameError(
                     f"Unknown {what} {name!r}.{did_you_mean(name, names)} Known: {', '.join(names)}."
                 )
-        places = [(device, vendor), (device, None)]
+        places: list[tuple[str, str | None]] = [(device, vendor), (device, None)]
         if device == "cuda" and vendor != "nvidia":
             places.append((device, "nvidia"))  # chips that speak CUDA mostly can do what NVIDIA's do
-        for place in places:
-            found = cls._table.get((model_type, backend, *place))
+        for known_device, known_vendor in places:
+            found = cls._table.get((model_type, backend, known_device, known_vendor))
             if found is not None:
                 return load_object(found) if isinstance(found, str) else found
         known = ", ".join(sorted({f"{m}/{b} on {d}" + (f" of {v}" if v else "") for m, b, d, v in cls._table}))

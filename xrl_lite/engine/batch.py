@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class TrainBatch:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if isinstance(value, list):
-                assert len(value) == len(self.prompts), f"{name} has {len(value)} entries for {len(self.prompts)}"
+                num_entries = len(cast("list[object]", value))
+                assert num_entries == len(self.prompts), f"{name} has {num_entries} entries for {len(self.prompts)}"
 
     def __len__(self) -> int:
         return len(self.prompts)

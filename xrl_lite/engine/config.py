@@ -172,7 +172,7 @@ class CriticConfig(EngineConfig):
     """Hugging Face folder or hub id: a language model, whose output layer is replaced by a value that begins at 0, or a
     classifier or reward model with one label. The model that the policy starts from when not given."""
 
-    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     """The optimizer."""
 
     cliprange_value: float = Field(default=0.5, gt=0)

@@ -1,3 +1,4 @@
+# pyright: basic
 """A causal language model under training: log-probs of tokens, a reference policy, a teacher.
 
 T trained tokens of a packed batch, V vocabulary, H hidden size.

@@ -1,3 +1,4 @@
+# pyright: basic
 """LoRA adapters of peft inside a model: they are trained, the weights around them are not.
 
 peft puts a layer of its own in the place of each linear layer it adapts, so the weights get longer names::

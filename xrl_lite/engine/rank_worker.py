@@ -1,3 +1,4 @@
+# pyright: basic
 """What every rank of a training engine does as an actor, whatever it trains: batches in, lists and metrics out.
 
 Every rank gets the whole batch, so it knows the counts of all ranks without asking, and turns its share of it into

@@ -1,3 +1,4 @@
+# pyright: basic, reportPrivateImportUsage=false
 """The ranks of a training engine: how they find each other, and how it shows that one of them is lost.
 
 ::

@@ -1,3 +1,4 @@
+# pyright: basic
 """A model that is spread over the ranks by torch's FSDP2, and the way back to whole weights."""
 
 from __future__ import annotations
@@ -62,7 +63,12 @@ def own_shard(name: str, parameter: Tensor) -> WeightShard:
         return WeightShard(name=name, shape=tuple(parameter.shape), first_row=0, values=parameter.detach())
     rank, size = dist.get_rank(), dist.get_world_size()
     first, _ = _rows_of(parameter, rank, size)
-    return WeightShard(name=name, shape=tuple(parameter.shape), first_row=first, values=parameter.detach().to_local())
+    return WeightShard(name=name, shape=tuple(parameter.shape), first_row=first, values=_local(parameter))
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return the part of a sharded weight that this rank holds."""
+    return cast("DTensor", parameter.detach()).to_local()
 
 
 def gather_on_first(
@@ -95,7 +101,7 @@ def _gather(bucket: Sequence[tuple[str, DTensor]], device: torch.device) -> Iter
     own = torch.zeros(max(lengths), dtype=bucket[0][1].dtype, device=device)  # all parts have to be of one length
     start = 0
     for _, parameter in bucket:
-        local = parameter.detach().to_local().flatten()
+        local = _local(parameter).flatten()
         own[start : start + len(local)].copy_(local)  # perhaps out of CPU memory
         start += len(local)
     parts = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None

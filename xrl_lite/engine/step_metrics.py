@@ -1,3 +1,4 @@
+# pyright: basic
 """Metrics of a step, put together from micro-batches, updates and ranks as if they had been computed at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic
 """Builds a small transformer and its tokenizer from nothing, and warms it up on a task until RL has something to go on.
 
 ::
@@ -17,7 +18,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -237,7 +238,7 @@ def encode_rows(
             f"The longest row of the warm-up has {longest} tokens, prompt and answer together, but the tiny model "
             f"reads {max_length}. Raise max_position_embeddings to {longest} or more."
         )
-    inputs = torch.full((len(pairs), longest - 1), tokenizer.pad_token_id)
+    inputs = torch.full((len(pairs), longest - 1), cast("int", tokenizer.pad_token_id))
     targets = torch.full((len(pairs), longest - 1), IGNORED)
     for index, (prompt, answer) in enumerate(pairs):
         both = torch.tensor(prompt + answer)

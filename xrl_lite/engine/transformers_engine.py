@@ -1,3 +1,4 @@
+# pyright: basic, reportPrivateImportUsage=false
 """A model of transformers under training, with transformers' own classes; on several ranks spread by FSDP2.
 
 What is computed with it, and what becomes of its output, is said by subclasses: `language_model`, `value_model`.
@@ -77,7 +78,8 @@ class TransformersEngine(BaseEngine):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is not deterministic
         seed_device(platform, self._seed)
         torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # costs a tenth, and nothing here reads such memory
+        deterministic: Any = torch.utils.deterministic
+        deterministic.fill_uninitialized_memory = False  # costs a tenth, and nothing here reads such memory
         self._sharded = num_ranks_here() > 1 or self._config.always_shards
         model: Any = self._load(self._model_path)
         self._adapter = self._add_adapter(model)
@@ -177,7 +179,8 @@ class TransformersEngine(BaseEngine):
             loss_function(self.output_type(**outputs), batch).backward()
         elif self._sharded:
             reshard(self._policy)
-        return self.output_type(**{name: None if value is None else value.detach() for name, value in outputs.items()})
+        values: dict[str, Any] = {name: value if value is None else value.detach() for name, value in outputs.items()}
+        return self.output_type(**values)
 
     def accumulate(self, *, is_last: bool) -> None:
         if isinstance(self._model, FSDPModule):

@@ -1,3 +1,4 @@
+# pyright: basic
 """A value model under training: a language model with a single number per token in place of its output layer."""
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class LoopLag:
             if late >= self._blocked_s and told_of != self._ticked:
                 told_of = self._ticked
                 self.num_blocked += 1
-                frame = sys._current_frames().get(loop_thread)
+                frame = sys._current_frames().get(loop_thread)  # pyright: ignore[reportPrivateUsage]
                 stack = "".join(traceback.format_stack(frame)) if frame else "(the thread has ended)"
                 logger.warning("the event loop has been blocked for %.1f s by:\n%s", late, stack)
 

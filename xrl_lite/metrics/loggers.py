@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from xrl_lite.errors import ConfigError, UnknownNameError, did_you_mean
 from xrl_lite.log import get_logger
@@ -192,7 +192,7 @@ class MetricLoggers:
         self._each("log", step, numbers)
         for name, value in metrics.items():
             if isinstance(value, Mapping):
-                self._each("log_table", step, name, ("value", "count"), list(value.items()))
+                self._each("log_table", step, name, ("value", "count"), list(cast("Mapping[str, Any]", value).items()))
 
     def log_table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         """Take a table."""
@@ -281,7 +281,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]
     flat: list[tuple[str, Any]] = []
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            flat += _flat(value, f"{prefix}{name}.")
+            flat += _flat(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
         else:
             flat.append((f"{prefix}{name}", value))
     return flat

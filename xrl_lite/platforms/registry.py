@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from xrl_lite.errors import UnknownNameError, did_you_mean
 from xrl_lite.log import get_logger
@@ -34,7 +34,8 @@ class PlatformRegistry:
         Raises:
             AssertionError: it is no subclass of `PlatformBase`, or a name is missing.
         """
-        is_platform = isinstance(platform, type) and issubclass(platform, PlatformBase)
+        given = cast("object", platform)  # whoever registers may not check types
+        is_platform = isinstance(given, type) and issubclass(given, PlatformBase)
         assert is_platform, f"{platform!r} must be a subclass of PlatformBase"
         for required in ("device_name", "vendor_name", "communication_backend_name"):
             assert hasattr(platform, required), f"{platform.__name__} must set {required}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,7 +133,7 @@ def read_sampling_params(params: Mapping[str, Any], *, max_tokens: int) -> Sampl
     """
     if params.get("n", 1) != 1:
         raise ConfigError(f"sampling parameter n={params['n']}: one request gives one response. Send {params['n']}.")
-    given = {name: [] if value is None and name in _LISTS else value for name, value in params.items()}
+    given: dict[str, Any] = {name: [] if value is None and name in _LISTS else value for name, value in params.items()}
     return merge_sampling_params(SampleParams(), {"max_tokens": max_tokens, **given})
 
 

@@ -1,3 +1,4 @@
+# pyright: basic
 """Continuous batching: sequences join and leave a running batch between two steps. Synchronous; knows no actor.
 
 A step is one forward pass of the model over one row of tokens, whatever they are::

@@ -164,8 +164,9 @@ class OpenAIReplica(RolloutReplica):
         if not event.get("choices"):
             return
         choice = event["choices"][0]
-        token_ids = choice.get("token_ids")
-        logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+        token_ids: list[int] | None = choice.get("token_ids")
+        details: dict[str, Any] = choice.get("logprobs") or {}
+        logprobs: list[float] = details.get("token_logprobs") or []
         if token_ids is None:
             if choice.get("text"):
                 raise RolloutError(

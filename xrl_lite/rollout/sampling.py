@@ -1,3 +1,4 @@
+# pyright: basic
 """Sampling of next tokens, the same for a row whatever stands beside it.
 
 B rows, V vocabulary. Randomness is counter-based: the number used for step t of a response is a function of the

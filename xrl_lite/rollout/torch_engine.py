@@ -1,3 +1,4 @@
+# pyright: basic
 """The embedded engine: transformers' model under continuous batching, in float32 exact against the trainer.
 
 For the CPU and CI; needs torch and transformers only.

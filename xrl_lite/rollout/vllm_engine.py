@@ -1,3 +1,4 @@
+# pyright: basic, reportMissingImports=false
 """vLLM: an AsyncLLM in an actor of its own, tensor parallel inside, on GPUs or with vLLM's CPU build.
 
 ::

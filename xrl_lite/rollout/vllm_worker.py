@@ -1,3 +1,4 @@
+# pyright: basic, reportMissingImports=false
 """What runs inside vLLM's worker processes: taking new weights. vLLM mixes this class into its own worker."""
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class AdvantageStep:
         }
         if batch.values is not None:
             batch = replace(batch, returns=sessions.split(returns))
-            metrics |= _quality(sessions.rows(batch.values), returns, mask)
+            metrics |= _quality(sessions.measured(batch.values), returns, mask)
         return replace(batch, advantages=sessions.split(advantages)), metrics
 
     def _subtract_kl(
@@ -225,8 +225,10 @@ class _Sessions:
 
     def split(self, rows: Tensor) -> list[list[float]]:
         """(S, T) -> a list per trajectory."""
+        from xrl_lite.algorithms.rows import unpad_rows
+
         result: list[list[float]] = [[] for _ in self._trajectory_lengths]
-        for values, places in zip(rows.tolist(), self._members.values(), strict=True):
+        for values, places in zip(unpad_rows(rows, self.lengths), self._members.values(), strict=True):
             start = 0
             for place in places:
                 result[place] = values[start : start + self._trajectory_lengths[place]]

@@ -33,7 +33,7 @@ def merge_metrics(parts: Sequence[tuple[Mapping[str, Any], float]]) -> dict[str,
 def _merge(name: str, values: Sequence[tuple[Any, float]]) -> Any:
     last = values[-1][0]
     if isinstance(last, Mapping):  # value -> groups
-        return dict(sum((Counter(counts) for counts, _ in values), Counter()))
+        return dict(sum((Counter[str](counts) for counts, _ in values), Counter[str]()))
     if not isinstance(last, int | float) or len(values) == 1 or name.startswith(_STATES):
         return last
     numbers = [value for value, _ in values]

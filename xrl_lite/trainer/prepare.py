@@ -109,7 +109,7 @@ def _reward_metrics(sessions: TrainBatch) -> dict[str, float]:
     rewards = torch.tensor(sessions.rewards, dtype=torch.float64)
     numbers = torch.tensor(sessions.groups)
     flat, num_groups = zero_variance_groups(rewards, numbers)
-    spread = [rewards[numbers == number].std(correction=0).item() for number in numbers.unique()]
+    spread = [rewards[numbers == number].std(correction=0).item() for number in sorted(set(sessions.groups))]
     return {
         "reward": rewards.mean().item(),
         "reward_std": sum(spread) / len(spread),

@@ -385,7 +385,7 @@ class RecordedStop(StopRequest):
         """There is no start-up to be cancelled."""
 
     @cancel.setter
-    def cancel(self, cancel: object) -> None: ...
+    def cancel(self, cancel: object) -> None: ...  # type: ignore[override]
 
 
 class NoCheckpoints(CheckpointStore):

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """What a person sees of a run: a line per step, tables of completions, and the learning curve at the end."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: basic, reportPrivateImportUsage=false
 """Both ends of each transport: the sender in the training rank, the bucket in the replica. Loads torch.
 
 Weights come one by one, and where they are spread over ranks each is gathered as it comes. Shared memory and folder
@@ -46,7 +47,7 @@ class Inventory:
     """
 
     def __init__(self, *, version: int, num_updates: int, adapter: Mapping[str, Any] | None) -> None:
-        self._of_all = {"version": version, "num_updates": num_updates, "adapter": adapter}
+        self._of_all: dict[str, Any] = {"version": version, "num_updates": num_updates, "adapter": adapter}
         self.specs: list[TensorSpec] = []
         self._checksums: dict[str, str] = {}
 
@@ -187,7 +188,7 @@ class SharedMemorySender:
             place.of(self._memory).copy_(tensor)
             return
         # how much there will be is not known yet; fresh memory is filled twice as fast in this way than by page faults
-        rest = memoryview(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy())
+        rest = tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy().data
         done = 0
         while done < len(rest):
             done += os.pwrite(fd, rest[done : done + _MAX_WRITE_BYTES], place.offset + done)
@@ -379,7 +380,7 @@ class ProcessGroupSender:
         )
         return inventory.offer(num_buckets=1, buckets=(self._bucket,))
 
-    def send(self, number: int, num_receivers: int) -> None:  # type: ignore[override] - replicas have the bucket
+    def send(self, number: int, num_receivers: int) -> BroadcastBucket:
         device = self._bucket.device
         group = make_group(self._store, 0, num_receivers + 1, device, self._timeout_s)
         for run in _runs_of(self._bucket.specs, self._bucket_bytes):
@@ -388,6 +389,7 @@ class ProcessGroupSender:
             for place in places:
                 place.of(memory).copy_(self._weights[place.spec.name].detach())
             broadcast(group, memory)
+        return self._bucket
 
     def close(self) -> None:
         self._weights, self._store = {}, None

@@ -338,6 +338,7 @@ class WeightSync:
         async def load(target: WeightTarget) -> None:
             held[target.name] = await target.load(group.for_receiver(ranks[target.name], len(targets)))
 
+        left: list[WeightTarget] = []
         try:
             with errors_as_themselves():
                 async with anyio.create_task_group() as sending:

@@ -1,3 +1,4 @@
+# pyright: basic
 """Groups of attempts at one prompt, and which of them give a signal."""
 
 from __future__ import annotations

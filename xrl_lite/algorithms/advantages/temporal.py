@@ -56,7 +56,7 @@ def reinforce_plus_plus(
 
     Hu et al. 2025, REINFORCE++ (arXiv 2501.03262). Returns are G.
     """
-    _, scored = _masks(token_level_rewards, response_mask)
+    scored = _masks(token_level_rewards, response_mask)[1]
     returns = _reward_to_go(token_level_rewards, scored, gamma=(config or AlgorithmConfig()).gamma)
     return whiten(returns, scored), returns
 
@@ -73,7 +73,7 @@ def remax(
         response_mask: (N, T).
         reward_baselines: (N,).
     """
-    _, scored = _masks(token_level_rewards, response_mask)
+    scored = _masks(token_level_rewards, response_mask)[1]
     if reward_baselines.shape != token_level_rewards.shape[:1]:
         raise ConfigError(
             f"reward_baselines must be (N,) for rewards (N, T), got {tuple(reward_baselines.shape)} for "

@@ -7,6 +7,8 @@ all of the update, so the choice is a function of its own; a loss that is given 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -71,11 +73,10 @@ def kl_cov_selection(
     return _at(mask, order[: _number(config.kl_cov_ratio, mask)])
 
 
-def _chosen(tokens: Tokens, selection: object) -> Tensor:
+def _chosen(tokens: Tokens, selection: Callable[..., Tensor]) -> Tensor:
     selected = tokens.options.get("selected")
     if selected is not None:
         return selected.bool() & tokens.mask
-    assert callable(selection)
     values = (tokens.old_log_prob, tokens.log_prob.detach(), tokens.advantages, tokens.mask)
     return selection(*values, tokens.config, tokens.options.get("seed", 0))
 
