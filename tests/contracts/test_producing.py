@@ -165,7 +165,7 @@ async def test_failing_for_ever_backs_off_and_stops_with_the_reason() -> None:
     assert len({rollout for _, rollout in loop.made}) <= 2 * 6, "the data set was not eaten"
 
 
-async def test_a_filter_that_rejects_all_stops_too() -> None:
+async def test_b5_a_filter_that_rejects_all_stops_too() -> None:
     producer = make_producer(Scripted(), is_valid=lambda samples: False)
     with pytest.raises(RunError, match=r"max_failed_groups=4.*refused by is_valid_sample_fn"):
         await one_batch(producer, 2)
@@ -447,7 +447,7 @@ async def test_tokens_that_are_too_old_are_masked() -> None:
 # --- for ever
 
 
-async def test_the_loop_runs_as_far_ahead_as_the_bound_allows_and_nothing_is_dropped() -> None:
+async def test_b7_the_loop_runs_as_far_ahead_as_the_bound_allows_and_nothing_is_dropped() -> None:
     """Generation is always ahead of training: staleness stays within the bound, and no group is discarded."""
     loop = Scripted()
     buffer = build_replay_buffer(ReplayBufferConfig(), trainer_mode="separate_async", max_failed_groups=4)

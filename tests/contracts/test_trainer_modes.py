@@ -112,7 +112,9 @@ async def test_every_prompt_is_trained_once_and_its_versions_are_written_down(
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_weights_go_out_every_interval_and_at_the_end(mode: str, system: ActorSystem, folder: RunFolder) -> None:
+async def test_b8_weights_go_out_every_interval_and_at_the_end(
+    mode: str, system: ActorSystem, folder: RunFolder
+) -> None:
     every_3 = {"evaluation": {"every_steps": 3}, "checkpoint": {"every_steps": 3}}
     synced: list[int] = []
     trainer = make_trainer(
@@ -190,7 +192,9 @@ async def test_the_last_hook_is_called_whatever_happens(mode: str, system: Actor
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_bug_in_a_judger_ends_the_run_with_its_error(mode: str, system: ActorSystem, folder: RunFolder) -> None:
+async def test_f5_a_bug_in_a_judger_ends_the_run_with_its_error(
+    mode: str, system: ActorSystem, folder: RunFolder
+) -> None:
     class Buggy(Judger):
         async def judge(self, rollout_state: RolloutState) -> RolloutState:
             if rollout_state.rollout_id == 20:

@@ -59,7 +59,7 @@ def test_k3_is_unbiased_and_never_negative() -> None:
     assert bool((kl_penalty(p, q, "k3") >= 0).all())
 
 
-def test_skyrl_1635_nan_of_the_kl_under_the_mask() -> None:
+def test_a6_nan_of_the_kl_under_the_mask() -> None:
     old, ref = torch.tensor([[-1.0, math.nan]]), torch.tensor([[-1.2, math.nan]])
     rewards, kl = subtract_kl(
         torch.tensor([[1.0, 0.0]]), old, ref, torch.tensor([[1, 0]]), kl_penalty_name="kl", coef=0.5

@@ -680,7 +680,7 @@ def test_the_parts_of_a_step_have_the_policy_that_it_began_with(tiny_model_folde
     assert after != before
 
 
-def test_trl_4159_the_trainer_divides_logits_by_the_temperature() -> None:
+def test_k8_the_trainer_divides_logits_by_the_temperature() -> None:
     logits, target = torch.tensor([[2.0, 1.0, 0.0]]), torch.tensor([0])
     empty = torch.zeros(1, 1, dtype=torch.int64)
     packed = replace(collate([]), targets=target, predicted_at=torch.tensor([0]), candidates=empty)

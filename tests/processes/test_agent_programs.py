@@ -76,7 +76,9 @@ async def run(system: ActorSystem, spec: ProgramSpec) -> ProgramResult:
 
 
 @pytest.mark.parametrize("prompt", ["stdin", "argument"])
-async def test_a_program_is_trained_on_and_gives_its_reward(tmp_path: Path, system: ActorSystem, prompt: str) -> None:
+async def test_w8_a_program_is_trained_on_and_gives_its_reward(
+    tmp_path: Path, system: ActorSystem, prompt: str
+) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     agent = {
         "command": [sys.executable, str(tmp_path / "agent.py"), "--quiet"],

@@ -63,7 +63,9 @@ def kill_and_resume(system: ActorSystem, folder: Path, mode: str, *, num_kills: 
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_killed_anywhere_a_run_trains_on_every_prompt_once(mode: str, system: ActorSystem, tmp_path: Path) -> None:
+def test_b2_b3_killed_anywhere_a_run_trains_on_every_prompt_once(
+    mode: str, system: ActorSystem, tmp_path: Path
+) -> None:
     records = kill_and_resume(system, tmp_path, mode, num_kills=4, seed=0)
     stale = [record["off_policy/max"] for record in records if "loss" in record]
     assert max(stale) <= (0 if mode == "sync" else 2)

@@ -70,7 +70,7 @@ def test_broken_yaml_is_refused(tmp_path: Path) -> None:
     assert "not valid YAML" in refusal(path)
 
 
-def test_group_of_one_is_refused(tmp_path: Path) -> None:
+def test_a2_group_of_one_is_refused(tmp_path: Path) -> None:
     text = refusal(write(tmp_path), "task.sampler_config.prompt_repeat_k=1")
     assert "compares an attempt with its siblings" in text
 

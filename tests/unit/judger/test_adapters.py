@@ -132,7 +132,7 @@ async def test_reward_kwargs_win_over_what_the_sample_gives() -> None:
 
 
 @pytest.mark.parametrize("result", [[1.0, 0.0], []])
-async def test_a_wrong_number_of_rewards_is_an_error_that_names_the_function(result: Any) -> None:
+async def test_a5_a_wrong_number_of_rewards_is_an_error_that_names_the_function(result: Any) -> None:
     def sloppy(completions: Any, **kwargs: Any) -> Any:
         return result
 

@@ -450,7 +450,7 @@ async def test_starvation_ends_with_the_histogram_of_what_was_filtered() -> None
         await buffer.sample(1, "train", 1)
 
 
-async def test_four_asked_one_always_filtered_trains_on_three_if_the_settings_say_so() -> None:
+async def test_b5_four_asked_one_always_filtered_trains_on_three_if_the_settings_say_so() -> None:
     buffer = filtering(on_starvation="train_partial")
     refiller = Refiller(buffer, lambda _: scored(1, 1))
     leases = await admit(buffer, *"abcd")

@@ -152,7 +152,7 @@ def test_an_engine_gets_the_accelerators_that_its_parallelism_needs(
     assert config.accelerators_of(available) == wanted
 
 
-def test_truncated_sampling_is_warned_about() -> None:
+def test_k9_truncated_sampling_is_warned_about() -> None:
     assert truncation_warning(SampleParams()) is None
     assert "top_p=0.9, min_tokens=3" in (truncation_warning(SampleParams(top_p=0.9, min_tokens=3)) or "")
 
