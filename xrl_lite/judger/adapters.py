@@ -96,8 +96,13 @@ class RewardAdapter:
 
     def __call__(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
         """Return the reward dict, or an awaitable of it for an async function."""
-        result = self.function(**self.parameters.choose({**self.arguments(payload, extra_info), **self.reward_kwargs}))
-        return self._read_later(result) if inspect.isawaitable(result) else self.read(result)
+        offered = self.arguments(payload, extra_info)
+        if self.reward_kwargs:
+            offered.update(self.reward_kwargs)
+        result = self.function(**self.parameters.choose(offered))
+        if type(result) is not dict and inspect.isawaitable(result):  # looking costs more than the rest of the call
+            return self._read_later(result)
+        return self.read(result)
 
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
         """Lay out the arguments for one sample."""

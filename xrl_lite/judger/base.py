@@ -25,6 +25,7 @@ import anyio
 
 from xrl_lite.data.rollout_state import RolloutState, Status
 from xrl_lite.errors import ActorUnavailableError, JudgerError
+from xrl_lite.judger.gate import Gate
 from xrl_lite.judger.ledger import Ledger, Statistics
 from xrl_lite.judger.outcome import (
     Judgement,
@@ -121,6 +122,9 @@ class Judger(BaseJudger):
     rate_limiter: RateLimiter | None = None
     """Holds judgements back before they run; set by the config that builds the judger."""
 
+    gate: Gate | None = None
+    """Bounds the judgements that are under way or in line; set by the config that builds the judger."""
+
     _ledger: Ledger | None = None
 
     def prepare(self) -> None:
@@ -205,7 +209,7 @@ class Judger(BaseJudger):
         return self._ledger
 
     async def attempt(self, make_payload: Callable[[], JudgerPayloadBatch]) -> Judgement:
-        """Run `judge_payload` once and say how that ended.
+        """Run `judge_payload` once and say how that ended. The payload is made once the judger has room for it.
 
         Raises:
             JudgerMisuseError: no sample could be judged that way.
@@ -213,6 +217,9 @@ class Judger(BaseJudger):
         """
         name = self.get_judger_name()
         with Stopwatch() as watch:
+            gate = self.gate
+            if gate is not None and not gate.enter_now():
+                await gate.enter()
             try:
                 output = await self._start(make_payload())
             except (JudgerMisuseError, JudgerError):
@@ -223,6 +230,9 @@ class Judger(BaseJudger):
                 name_dynamic_code(error, self.code_file)
                 queue_s, run_s = watch.read()
                 return Judgement(judger=name, outcome=classify(error), error=error, run_s=run_s, queue_s=queue_s)
+            finally:
+                if gate is not None:
+                    gate.leave()
             queue_s, run_s = watch.read()
         return Judgement(judger=name, outcome=Outcome.OK, output=output, run_s=run_s, queue_s=queue_s)
 
@@ -239,7 +249,7 @@ class Judger(BaseJudger):
         if judgement.outcome is Outcome.OK:
             try:
                 judged = self.postprocess(rollout_state, judgement.output)
-                check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
+                check_reward(judged.reward, judger=judgement.judger, sample=rollout_state.rollout_id)
             except Exception as error:  # noqa: BLE001 - as above: user code
                 judgement = replace(judgement, outcome=Outcome.RAISED, output=None, error=error)
             else:

@@ -15,6 +15,7 @@ from xrl_lite.errors import ConfigError, PayloadError
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.composed import ComposedJudger
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, JudgerConfigLike
+from xrl_lite.judger.gate import Gate
 from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.pool import JudgerPool
 from xrl_lite.judger.rate_limit import RateLimiter
@@ -63,7 +64,8 @@ def build_judger(config: JudgerConfigLike, system: ActorSystem | None = None) ->
 
 
 def _limited(judger: Judger, config: JudgerConfig) -> Judger:
-    """Let the outermost judger keep to the rate limit: it is the one place that all judgements pass."""
+    """Let the outermost judger keep to the limits: it is the one place that all judgements pass."""
+    judger.gate = Gate(config.max_pending)
     if config.rate_limit is not None:
         judger.rate_limiter = RateLimiter(config.rate_limit)
     return judger

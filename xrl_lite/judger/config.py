@@ -115,6 +115,9 @@ class JudgerConfig(_DumpsWhatLoads):
     """Judgements at the same time in one process: by default 64 for async functions and services, otherwise 1.
     Above 1, a worker runs them in an event loop, so they should wait rather than compute."""
 
+    max_pending: int = Field(default=1024, gt=0)
+    """Judgements that may run or wait for a worker; further ones wait their turn, in order, before they take memory."""
+
     sync_in: SyncIn = "thread"
     """Where a sync function runs if there are no workers: a thread with a limit, or the event loop without one."""
 

@@ -22,7 +22,7 @@ from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
 
-MAX_TOGETHER = 64
+MAX_TOGETHER = 128
 """Most payloads in one journey."""
 
 _JOURNEY_S = 0.02
@@ -84,7 +84,8 @@ class Dispatcher:
             ActorTimeoutError, ActorDiedError: it ended its worker now, or two of them before.
             Exception: what the worker raised.
         """
-        self.quarantine.check(payload)
+        if self.quarantine.holds_any:
+            self.quarantine.check(payload)
         while True:
             place = await self._slots.acquire(None if isinstance(payload, list) else payload)
             if not isinstance(place, Lead):

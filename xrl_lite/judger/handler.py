@@ -95,8 +95,8 @@ class Parameters:
     def __init__(self, function: RewardHandler) -> None:
         self.required: list[str] = []
         """Names without a default."""
-        self.names: list[str] = []
-        """All names."""
+        self.names: dict[str, None] = {}
+        """All names, in their order."""
         self.takes_any = False
         """Whether it has ``**kwargs``, or cannot be looked at."""
         try:
@@ -111,10 +111,12 @@ class Parameters:
                 case inspect.Parameter.VAR_POSITIONAL:
                     pass
                 case _:
-                    self.names.append(parameter.name)
+                    self.names[parameter.name] = None
                     if parameter.default is parameter.empty:
                         self.required.append(parameter.name)
 
     def choose(self, offered: dict[str, Any]) -> dict[str, Any]:
         """Return those of the offered arguments that the callable takes."""
-        return offered if self.takes_any else {name: offered[name] for name in self.names if name in offered}
+        if self.takes_any or offered.keys() <= self.names.keys():
+            return offered
+        return {name: offered[name] for name in self.names if name in offered}

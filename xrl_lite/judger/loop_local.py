@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Generic, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 T = TypeVar("T")
 
@@ -16,16 +16,21 @@ class LoopLocal(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
+        self._last: tuple[ref[asyncio.AbstractEventLoop], T] | None = None
 
     def get(self) -> T:
         """Return the object of the running loop, made on first use."""
         loop = asyncio.get_running_loop()
+        if self._last is not None and self._last[0]() is loop:  # nearly always
+            return self._last[1]
         if loop not in self._made:
             self._made[loop] = self._make()
-        return self._made[loop]
+        self._last = (ref(loop), self._made[loop])
+        return self._last[1]
 
     def take(self) -> T | None:
         """Return and forget the object of the running loop, if it was made."""
+        self._last = None
         return self._made.pop(asyncio.get_running_loop(), None)
 
     def __reduce__(self) -> tuple[type[LoopLocal[T]], tuple[Callable[[], T]]]:

@@ -152,9 +152,14 @@ class NativeJudger(Judger):
             result = self._call(single)
         else:
             result = await self._thread.run(partial(self._call, single), limit_s=self.request_timeout)
-        if inspect.isawaitable(result):  # a sync callable that returns a coroutine
+        if type(result) is not dict and inspect.isawaitable(result):  # a sync callable that returns a coroutine
             result = await within(self.request_timeout, _wait, result)
         return _accept(result)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether `judge_payload_here` does what `judge_payload` does."""
+        return not self.is_async and type(self).judge_payload is NativeJudger.judge_payload
 
     def judge_payload_here(self, payload: JudgerPayloadBatch) -> JudgerOutput:
         """Run sync reward code on one payload in this very thread, without a limit. For worker processes."""

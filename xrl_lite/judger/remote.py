@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from types import CoroutineType
 from typing import Any, Protocol, cast
@@ -171,19 +171,13 @@ class JudgerActor:
         self.judger = judger_config.build_local()
         self.judger.prepare()
         self._runner: asyncio.Runner | None = None
+        self._score: Callable[[JudgerPayloadBatch], Any] = self._run
+        if isinstance(judger := self.judger, NativeJudger) and judger.runs_here:
+            self._score = judger.judge_payload_here
 
     def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         """Score one payload, or several if the judger can."""
-        judger = self.judger
-        if (
-            isinstance(judger, NativeJudger)
-            and not judger.is_async
-            and type(judger).judge_payload is NativeJudger.judge_payload
-        ):
-            result: Any = judger.judge_payload_here(payload)
-        else:
-            result = self._run(payload)
-        return result
+        return self._score(payload)
 
     def judge_each(self, payloads: Sequence[JudgerPayload]) -> list[Item]:
         """Score payloads one after the other; one that raises does not keep the others from being scored."""
@@ -192,7 +186,7 @@ class JudgerActor:
     def _judge_one(self, payload: JudgerPayload) -> Item:
         began = perf_counter()
         try:
-            output = self.judge_payload(payload)
+            output = self._score(payload)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
             return _ready_to_travel(error), False, perf_counter() - began
         return output, True, perf_counter() - began

@@ -82,9 +82,10 @@ class Slots:
         Raises:
             Exception: the one given to `retire`, when no worker is left.
         """
-        index = self._take_free()
-        if index is not None:
-            return Lead(index)
+        if not self._line or self._line[0].is_void:  # else there is no free place
+            index = self._take_free()
+            if index is not None:
+                return Lead(index)
         ticket = Ticket(payload, asyncio.get_running_loop().create_future())
         self._line.append(ticket)
         try:
@@ -105,14 +106,16 @@ class Slots:
 
     def board(self, count: int) -> list[Ticket]:
         """Take up to `count` tickets out of the line. Each must be carried or put back."""
+        line = self._line
         boarded: list[Ticket] = []
-        while self._line and len(boarded) < count:
-            if self._line[0].is_void:
-                self._line.popleft()
-            elif self._line[0].travels_alone or self._line[0].payload is None:
+        while line and len(boarded) < count:
+            ticket = line[0]
+            if ticket.is_void:
+                line.popleft()
+            elif ticket.travels_alone or ticket.payload is None:
                 break
             else:
-                boarded.append(self._line.popleft())
+                boarded.append(line.popleft())
         return boarded
 
     def carry(self, ticket: Ticket, result: Any) -> None:
