@@ -94,6 +94,8 @@ class WandbLogger:
 
     def close(self) -> None:
         self._run.finish()
+        if self._wandb.run is None:  # no other run of this process needs the service, a process that would stay
+            self._wandb.teardown()
 
 
 class TrackioLogger:

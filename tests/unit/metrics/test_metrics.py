@@ -146,12 +146,14 @@ def open_named(folder: Path, name: str, **options: Any) -> MetricLoggers:
     )
 
 
+# MLflow loads relations in a way that SQLAlchemy deprecates
+@pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated")
 @pytest.mark.parametrize("name", LOGGERS)
 def test_every_logger_takes_numbers_and_tables_without_a_network(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
     pytest.importorskip(LOGGERS[name].module)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     options = {"mode": "offline"} if name == "wandb" else {}
     loggers = open_named(tmp_path, name, **options)
     for step in (1, 2, 1):  # a resumed run goes back
