@@ -92,12 +92,15 @@ class Registry(Generic[T]):
 
 
 def load_object(path: str) -> Any:
-    """Load ``"package.module:attr"`` or ``"some/file.py:attr"``; attr may have dots.
+    """Load ``"package.module:attr"``, ``"some/file.py:attr"`` or ``"package.module.attr"``.
+
+    After a colon attr may have dots.
 
     Raises:
         PluginError: no such file, module or attribute, or the module raises on import.
     """
-    module_name, _, attribute = path.rpartition(":")
+    separator = ":" if ":" in path or path.endswith(".py") else "."
+    module_name, _, attribute = path.rpartition(separator)
     if not module_name or not attribute:
         raise PluginError(f"{path!r} is not a path to an object. Write 'package.module:name' or 'file.py:name'.")
     module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name, path)

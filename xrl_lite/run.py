@@ -56,7 +56,6 @@ from xrl_lite.gateway import Gateway
 from xrl_lite.judger import Judger, build_judger, self_test
 from xrl_lite.log import logged_to
 from xrl_lite.metrics import LoopLag, MetricLoggers, actor_metrics, open_loggers
-from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build_replay_buffer
 from xrl_lite.replay_buffer.events import EventLog, Events, read_events
 from xrl_lite.rollout.config import truncation_warning
@@ -70,6 +69,7 @@ from xrl_lite.trainer.checkpoint import (
     CheckpointCallback,
     CheckpointStore,
     find_checkpoint,
+    load_callback_class,
     require_complete,
 )
 from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
@@ -675,8 +675,7 @@ def build_loggers(config: RunConfig, folder: RunFolder) -> MetricLoggers:
 
 def build_callback(config: RunConfig) -> CheckpointCallback:
     """Load the user's checkpoint callback, or one that does nothing."""
-    callback = load_object(config.checkpoint.callback) if config.checkpoint.callback else CheckpointCallback
-    return callback(config=config)
+    return load_callback_class(config.checkpoint.callback)(config=config)
 
 
 async def self_test_judgers(judgers: Judgers, tasks: Sequence[CheckedTask], tokenizer: Tokenizer) -> int:

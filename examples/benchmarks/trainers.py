@@ -58,6 +58,7 @@ from xrl_lite.replay_buffer import (
     StorageConfig,
     build_replay_buffer,
 )
+from xrl_lite.trainer.run_folder import read_lines
 
 PROMPT_TOKENS = 512
 GROUP_SIZE = 8
@@ -572,7 +573,7 @@ def measure_quickstart(options: argparse.Namespace) -> dict[str, Any]:
         for seed, (mode, config) in itertools.product(range(options.seeds), CONFIGS.items()):
             name = f"{mode}-{seed}"
             run_cli(config, Path(folder), f"name={name}", f"seed={seed}", f"trainer.num_steps={options.steps}")
-            records = read_lines(Path(folder) / name / "metrics.jsonl")
+            records = list(read_lines(Path(folder) / name / "metrics.jsonl"))
             steps = [record["time/step"] for record in records if "loss" in record][SKIPPED_STEPS:]
             rates[mode].append(SAMPLES_PER_STEP * len(steps) / sum(steps))
             learned[mode].append([r["eval/greedy/accuracy"] for r in records if "eval/greedy/accuracy" in r][-1])
@@ -589,7 +590,10 @@ def measure_quickstart(options: argparse.Namespace) -> dict[str, Any]:
 
 
 KILLS = 20
-LONGEST_LIFE_S = 12.0
+STEPS_BEFORE_A_KILL = (0, 1, 2, 5)
+MOMENT_S = 6.0
+"""A kill comes at any moment of such a time; without a step before it, it mostly hits a run that begins."""
+STEP_TIMEOUT_S = 300.0
 
 
 def measure_kills(options: argparse.Namespace) -> dict[str, Any]:
@@ -615,6 +619,7 @@ def kill_and_resume(mode: str, folder: Path) -> dict[str, Any]:
         *([] if mode == "sync" else [f"task.produce_strategy_config={strategy}"]),
     ]
     draw, victims = random.Random(mode), dict[str, int]()
+    trained, num_starts = folder / "kills" / "trained.jsonl", 0
     while sum(victims.values()) < KILLS:
         process = subprocess.Popen(
             cli(CONFIGS["sync"], "trainer.num_steps=100000", *overrides),
@@ -622,8 +627,10 @@ def kill_and_resume(mode: str, folder: Path) -> dict[str, Any]:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        num_starts += 1
         while process.poll() is None and sum(victims.values()) < KILLS:
-            time.sleep(draw.uniform(0.0, LONGEST_LIFE_S))
+            wait_for_steps(process, trained, draw.choice(STEPS_BEFORE_A_KILL))
+            time.sleep(draw.uniform(0.0, MOMENT_S))
             pid = draw.choice([process.pid, *sorted(children_of(process.pid))])
             if (name := kill(pid)) is not None:
                 name = "driver" if pid == process.pid else name
@@ -631,18 +638,35 @@ def kill_and_resume(mode: str, folder: Path) -> dict[str, Any]:
             time.sleep(1.0)  # a run that ends of it does so by then, or soon
         process.kill()
         process.wait()
-    trained = folder / "kills" / "trained.jsonl"
-    last_step = max(record["step"] for record in read_lines(trained))
+    last_step = last_step_of(trained)
     subprocess.run(cli(CONFIGS["sync"], f"trainer.num_steps={last_step + 4}", *overrides), cwd=ROOT, check=True)
-    lines = read_lines(trained)
+    lines = list(read_lines(trained))
     drawn = [int(line["uid"].rpartition("-")[2]) for line in lines]
     return {
         "killed": dict(sorted(victims.items())),
+        "starts": num_starts + 1,
         "steps": lines[-1]["step"],
         "prompts trained": len(drawn),
         "lost": len(set(range(len(set(drawn)))) - set(drawn)),
         "doubled": len(drawn) - len(set(drawn)),
     }
+
+
+def wait_for_steps(process: subprocess.Popen[bytes], trained: Path, count: int) -> None:
+    """Wait until a run has trained so many steps, or has ended."""
+    deadline = time.monotonic() + STEP_TIMEOUT_S
+    last = last_step_of(trained)
+    while count and process.poll() is None:
+        assert time.monotonic() < deadline, f"no step within {STEP_TIMEOUT_S:g} s; see the logs beside {trained}"
+        time.sleep(0.05)
+        newest = last_step_of(trained)
+        count -= newest > last  # it falls back to the checkpoint when a run goes on
+        last = newest
+
+
+def last_step_of(trained: Path) -> int:
+    """Return the last step that was trained; 0 for none."""
+    return max((record["step"] for record in read_lines(trained)), default=0)
 
 
 def cli(config: Path, *overrides: str) -> list[str]:
@@ -654,10 +678,6 @@ def run_cli(config: Path, folder: Path, *overrides: str) -> None:
     command = cli(config, f"output_dir={folder}", "report.completions_every=0", "checkpoint.every_steps=0", *overrides)
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def kill(pid: int) -> str | None:

@@ -253,9 +253,8 @@ def read_agent_file(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _load_target(target: str, name: str) -> Any:
-    path = target if ":" in target else ":".join(target.rsplit(".", 1))
     try:
-        return load_object(path)
+        return load_object(target)
     except PluginError as error:
         raise PluginError(f"agent {name!r}: {error}") from error
 

@@ -22,6 +22,7 @@ from xrl_lite.judger.config import leaves
 from xrl_lite.judger.data_sources import check_rows, judger_for
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import load_buffer_class
+from xrl_lite.trainer.checkpoint import load_callback_class
 
 if TYPE_CHECKING:
     from xrl_lite.config.serve_config import ServeConfig
@@ -108,6 +109,7 @@ def check_user_code(config: RunConfig) -> None:
         ConfigError: it is not what it should be.
     """
     load_buffer_class(config.replay_buffer)
+    load_callback_class(config.checkpoint.callback)
     if config.agent_loop_manager.agent_loop_manager_class:
         load_object(config.agent_loop_manager.agent_loop_manager_class)
     for task in config.tasks:

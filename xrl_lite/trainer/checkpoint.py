@@ -22,8 +22,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from xrl_lite.errors import CheckpointError, did_you_mean
+from xrl_lite.errors import CheckpointError, ConfigError, did_you_mean
 from xrl_lite.log import get_logger
+from xrl_lite.registry import load_object
 
 logger = get_logger(__name__)
 
@@ -60,6 +61,22 @@ class CheckpointCallback:
             async_save: Always False here: nothing is being written any more.
             **kwargs: For future use; accept it.
         """
+
+
+def load_callback_class(path: str | None) -> type[CheckpointCallback]:
+    """Return the class that a setting names; one that does nothing for None.
+
+    Raises:
+        PluginError: it cannot be loaded.
+        ConfigError: it has no `on_save`.
+    """
+    found: Any = load_object(path) if path else CheckpointCallback
+    if not isinstance(found, type) or not callable(getattr(found, "on_save", None)):
+        raise ConfigError(
+            f"checkpoint.callback: {path} must be a class with on_save, as xrl_lite.trainer.CheckpointCallback has it, "
+            f"got {found!r}."
+        )
+    return found
 
 
 class CheckpointStore:

@@ -138,7 +138,7 @@ class CheckpointConfig(Settings):
     or start if the folder has no run. Or the path of a checkpoint."""
 
     callback: str | None = None
-    """Path of a CheckpointCallback class, "package.module:Class" or "file.py:Class"."""
+    """Path of a CheckpointCallback class, "package.module:Class" or "file.py:Class". It is built with ``config``."""
 
 
 class ReportConfig(Settings):

@@ -477,7 +477,7 @@ def test_a_missing_file_of_agents_is_refused(tmp_path: Path) -> None:
 async def test_a_target_that_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     path = agents_file(tmp_path, {"name": "gone", "_target_": "no.such.Agent"})
     (state,) = await run(AgentsConfig(agent_loop_config_path=path, default_agent_loop="gone"), scripted())
-    assert "agent 'gone': Cannot load 'no.such:Agent'" in str(state.error_msg)
+    assert "agent 'gone': Cannot load 'no.such.Agent'" in str(state.error_msg)
 
 
 def test_two_agents_of_one_name_are_refused() -> None:

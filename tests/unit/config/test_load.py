@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import yaml
 from tests.build import run_settings
 from xrl_lite.algorithms import register_adv_est
 from xrl_lite.config import dump_config, load_config
-from xrl_lite.config.check import check_data
+from xrl_lite.config.check import check_data, check_user_code
 from xrl_lite.config.describe import describe
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.errors import ConfigError, PluginError
+from xrl_lite.run import build_callback
 
 
 def write(folder: Path, **changes: object) -> Path:
@@ -198,6 +200,22 @@ def test_user_code_for_producing_is_loaded_before_anything_starts(tmp_path: Path
     sampler = f"replay_buffer.custom_sampler={{path: {tmp_path}/mine.py, name: number}}"
     with pytest.raises(ConfigError, match="must be a subclass of ReplayBuffer"):
         check_data(load_config(path, [sampler]))
+    with pytest.raises(ConfigError, match="must be a class with on_save"):
+        check_data(load_config(path, [f"checkpoint.callback={tmp_path}/mine.py:number"]))
+
+
+@pytest.mark.parametrize("named", ["my_callbacks.Told", "my_callbacks:Told", "{folder}/my_callbacks.py:Told"])
+def test_a_checkpoint_callback_is_named_by_its_path(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_callbacks.py").write_text(
+        "class Told:\n    def __init__(self, config): self.config = config\n    def on_save(self, **kwargs): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_callbacks", raising=False)
+    config = load_config(write(tmp_path), [f"checkpoint.callback={named.format(folder=tmp_path)}"])
+    check_user_code(config)
+    assert build_callback(config).config is config
 
 
 @pytest.mark.parametrize(
