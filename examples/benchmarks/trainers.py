@@ -25,6 +25,7 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import statistics
 import subprocess
 import sys
@@ -58,6 +59,7 @@ from xrl_lite.replay_buffer import (
     StorageConfig,
     build_replay_buffer,
 )
+from xrl_lite.replay_buffer.columns import encode_states
 from xrl_lite.trainer.run_folder import read_lines
 
 PROMPT_TOKENS = 512
@@ -89,13 +91,44 @@ def main() -> None:
 
 
 def measure_buffers(options: argparse.Namespace) -> dict[str, Any]:
-    """Buffers in memory and on the disk."""
+    """Buffers in memory and on the disk, and what a file of the same rows costs without any buffer."""
     size, tokens = options.trajectories, options.response_tokens
     figures = {"buffer in memory": measure_buffer(size, tokens, None, level=0)}
     for level in (0, 1):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             figures[f"buffer on disk, compression {level}"] = measure_buffer(size, tokens, Path(folder), level=level)
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        figures["bare sqlite3, compression 1"] = measure_bare(size, tokens, Path(folder) / "bare.sqlite")
     return figures
+
+
+def measure_bare(num_trajectories: int, response_tokens: int, path: Path) -> dict[str, Any]:
+    """Insert the same columns, compressed the same way, by the sqlite3 module alone, as many in a transaction."""
+    make = trajectory_maker(response_tokens)
+    (example, *_) = encode_states(make(0))
+    connection = sqlite3.connect(path, isolation_level=None)
+    for setting in ("page_size=32768", "journal_mode=WAL", "synchronous=NORMAL", "wal_autocheckpoint=2048"):
+        connection.execute(f"PRAGMA {setting}")
+    connection.execute(f"CREATE TABLE trajectories (id INTEGER PRIMARY KEY, {', '.join(example)})")
+    statement = f"INSERT INTO trajectories VALUES (NULL, {', '.join(f':{name}' for name in example)})"
+    wall = cpu = 0.0
+    num_groups = num_trajectories // GROUP_SIZE // WAITING_GROUPS * WAITING_GROUPS
+    for number in range(0, num_groups, WAITING_GROUPS):
+        groups = [make(number + place) for place in range(WAITING_GROUPS)]
+        started, cpu_started = time.perf_counter(), cpu_s()
+        connection.execute("BEGIN IMMEDIATE")
+        for group in groups:
+            connection.executemany(statement, encode_states(group))
+        connection.commit()
+        wall, cpu = wall + time.perf_counter() - started, cpu + cpu_s() - cpu_started
+    connection.close()
+    figure = {
+        "trajectories": num_groups * GROUP_SIZE,
+        "per_second_wall": round(num_groups * GROUP_SIZE / wall),
+        "cpu_us_per_trajectory": round(cpu / (num_groups * GROUP_SIZE) * 1e6),
+    }
+    show("bare sqlite3, compression 1", figure)
+    return figure
 
 
 def measure_buffer(num_trajectories: int, response_tokens: int, folder: Path | None, *, level: int) -> dict[str, Any]:
