@@ -672,7 +672,8 @@ def kill_and_resume(mode: str, folder: Path) -> dict[str, Any]:
         process.kill()
         process.wait()
     last_step = last_step_of(trained)
-    subprocess.run(cli(CONFIGS["sync"], f"trainer.num_steps={last_step + 4}", *overrides), cwd=ROOT, check=True)
+    command = cli(CONFIGS["sync"], f"trainer.num_steps={last_step + 4}", *overrides)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
     lines = list(read_lines(trained))
     drawn = [int(line["uid"].rpartition("-")[2]) for line in lines]
     return {
