@@ -53,7 +53,7 @@ class ActorSpec:
 class Call(CallFuture[Any]):
     """One call on its way; also the future that whoever made it holds."""
 
-    __slots__ = ("_actor", "call_id", "is_counted", "method", "packed", "retries_left", "slot", "timeout_s")
+    __slots__ = ("_actor", "_leave", "call_id", "is_counted", "method", "packed", "retries_left", "slot", "timeout_s")
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Call(CallFuture[Any]):
         packed: Packed,
         timeout_s: float | None = None,
         retries: int = 0,
-        when_done: Callable[[CallFuture[Any]], object] | None = None,
+        leave: Callable[[], None] | None = None,
     ) -> None:
         # all at once, without the constructor of the base class: every call pays for this
         self._loop = loop = asyncio._get_running_loop()
@@ -70,7 +70,8 @@ class Call(CallFuture[Any]):
         self._unended = [True]
         self._done = self._cancelled = self.is_counted = False
         self._value = self._packed = self._error = None
-        self._callbacks = [] if when_done is None else [when_done]
+        self._callbacks = []
+        self._leave = leave
         self._actor = actor
         self.method = method
         self.packed = packed
@@ -93,6 +94,8 @@ class Call(CallFuture[Any]):
     def _end(self) -> None:
         self._done = True
         self.packed = _NOTHING  # whoever keeps the future has no use for the arguments
+        if self._leave is not None:
+            self._leave()
         if self._callbacks:
             self._call_back()
 

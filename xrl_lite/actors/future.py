@@ -8,13 +8,17 @@ import pickle
 import threading
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast
 
 from xrl_lite.actors.payload import Packed, unpack
 
 T = TypeVar("T")
 
 _unpack_lock = threading.RLock()
+
+_OnLoop: TypeAlias = tuple[asyncio.AbstractEventLoop, Callable[[Any], object], contextvars.Context | None]
+"""A callback that is called on a loop of its own, whichever thread ends the future. A plain tuple, as most calls make
+one."""
 
 
 class CallFuture(Generic[T]):
@@ -52,7 +56,7 @@ class CallFuture(Generic[T]):
         self._value: Any = None
         self._packed: Packed | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[CallFuture[T]], object]] = []
+        self._callbacks: list[Callable[[CallFuture[T]], object] | _OnLoop] = []
 
     @property
     def label(self) -> str:
@@ -138,15 +142,16 @@ class CallFuture(Generic[T]):
     ) -> None:
         """Call `callback` with this future when it has ended: on the running loop; without one, see `when_done`."""
         loop = asyncio._get_running_loop()
-        self.when_done(callback if loop is None else _OnLoop(loop, callback, context))
+        self._callbacks.append(callback if loop is None else (loop, callback, context))
+        if self._done:  # perhaps too late for the thread that ended it
+            self._call_back()
 
     def remove_done_callback(self, callback: Callable[[CallFuture[T]], object]) -> int:
         """Forget a callback; return how often it had been added."""
-        removed = 0
-        while callback in self._callbacks:
-            self._callbacks.remove(callback)
-            removed += 1
-        return removed
+        found = [entry for entry in self._callbacks if (entry[1] if isinstance(entry, tuple) else entry) == callback]
+        for entry in found:
+            self._callbacks.remove(entry)
+        return len(found)
 
     def when_done(self, callback: Callable[[CallFuture[T]], object]) -> None:
         """Call `callback` with this future when it has ended, at once, in whichever thread ends it."""
@@ -210,12 +215,19 @@ class CallFuture(Generic[T]):
                 callback = callbacks.pop(0)
             except IndexError:
                 return
-            callback(self)
+            if not isinstance(callback, tuple):
+                callback(self)
+            elif (loop := callback[0]) is asyncio._get_running_loop():
+                loop.call_soon(callback[1], self, context=callback[2])
+            elif _together.waiting is not None:
+                _together.waiting.append((callback, self))
+            else:
+                _call_on(loop, [(callback, self)])
 
     def _wait_on(self, loop: asyncio.AbstractEventLoop) -> Generator[Any, None, None]:
         """Wait on a loop other than the one it was made on."""
         waiter: asyncio.Future[None] = loop.create_future()
-        self.when_done(_OnLoop(loop, lambda _: None if waiter.done() else waiter.set_result(None), None))
+        self.add_done_callback(lambda _: None if waiter.done() else waiter.set_result(None))
         try:
             yield from waiter
         except asyncio.CancelledError:
@@ -246,32 +258,6 @@ class CallFuture(Generic[T]):
             self._packed = None
 
 
-class _OnLoop:
-    """A callback that is called on a loop of its own, whichever thread ends the future."""
-
-    __slots__ = ("callback", "context", "loop")
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, callback: Callable[[Any], object], context: contextvars.Context | None
-    ) -> None:
-        self.loop = loop
-        self.callback = callback
-        self.context = context
-
-    def __eq__(self, other: object) -> bool:
-        return self.callback == (other.callback if isinstance(other, _OnLoop) else other)
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def __call__(self, future: CallFuture[Any]) -> None:
-        if asyncio._get_running_loop() is self.loop:
-            self.loop.call_soon(self.callback, future, context=self.context)
-        elif _together.waiting is not None:
-            _together.waiting.append((self, future))
-        else:
-            _call_on(self.loop, [(self, future)])
-
-
 class _Together(threading.local):
     waiting: list[tuple[_OnLoop, CallFuture[Any]]] | None = None
 
@@ -297,7 +283,7 @@ class WakeTogether:
             return
         by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OnLoop, CallFuture[Any]]]] = {}
         for entry in waiting:
-            by_loop.setdefault(entry[0].loop, []).append(entry)
+            by_loop.setdefault(entry[0][0], []).append(entry)
         for loop, entries in by_loop.items():
             _call_on(loop, entries)
 
@@ -309,5 +295,5 @@ def _call_on(loop: asyncio.AbstractEventLoop, entries: list[tuple[_OnLoop, CallF
 
 
 def _call_all(entries: list[tuple[_OnLoop, CallFuture[Any]]]) -> None:
-    for on_loop, future in entries:
-        on_loop.loop.call_soon(on_loop.callback, future, context=on_loop.context)
+    for (loop, callback, context), future in entries:
+        loop.call_soon(callback, future, context=context)

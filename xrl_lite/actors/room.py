@@ -43,7 +43,7 @@ class Room:
         self._admit()
         return ticket
 
-    def leave(self, _call: object = None) -> None:
+    def leave(self) -> None:
         """Give a place back."""
         self._inside.pop()
         if self._waiting:
