@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.unit.gateway.rig import CALL, END, QWEN3, TOOL, answering, held, trained, until
+from tests.unit.gateway.rig import CALL, END, QWEN3, TOOL, HaltingRolloutCtl, answering, held, trained, until
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.errors import RolloutError
 from xrl_lite.gateway import Gateway, GatewayConfig, SessionHandle, SessionResult
@@ -325,6 +325,96 @@ async def test_a_slow_stream_shows_signs_of_life_and_then_the_answer(vendor: str
                 assert await anext(lines) in (": keep-alive", "event: ping")
             rollout.let_go.set()
     assert said == [("a", [])]
+
+
+@asynccontextmanager
+async def spoken(client: Any, vendor: str, **options: Any) -> AsyncIterator[AsyncIterator[str]]:
+    """Yield the text of an answer as the vendor's client gets it."""
+    given = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]} | options
+    if vendor == "anthropic":
+        async with client.sdk.messages.stream(max_tokens=99, **given) as events:
+            yield aiter(events.text_stream)
+    else:
+        async with client.sdk.chat.completions.stream(**given) as events:
+            yield (event.delta async for event in events if event.type == "content.delta" and event.delta)
+
+
+@both
+async def test_text_comes_while_the_rest_is_still_sampled(vendor: str) -> None:
+    rollout = HaltingRolloutCtl("It is", f" seven. {CALL}")
+    async with gateway_with(rollout) as gateway:
+        handle = gateway.create_session()
+        tool = {"name": FUNCTION["name"], "description": "Adds.", "input_schema": FUNCTION["parameters"]}
+        async with (
+            client_of(gateway, vendor, handle) as client,
+            spoken(client, vendor, tools=[tool if vendor == "anthropic" else TOOL]) as texts,
+        ):
+            said = await anext(texts)
+            assert "It is".startswith(said)
+            rollout.let_go.set()
+            said += "".join([text async for text in texts])
+        (trajectory,) = (await only_result(gateway, handle)).trajectories
+    assert said == "It is seven."
+    assert trained(trajectory) == f"It is seven. {CALL}"
+    assert trajectory.response_logprobs == [-float(place + 1) for place in range(len(trajectory.response_ids))]
+
+
+async def test_completions_come_while_the_rest_is_still_sampled() -> None:
+    rollout = HaltingRolloutCtl("It is", " seven. STOP")
+    async with gateway_with(rollout) as gateway, client_of(gateway, "openai") as client:
+        stream = await client.sdk.completions.create(model="policy", prompt="a", stream=True, stop="STOP")
+        said = (await anext(stream)).choices[0].text
+        rollout.let_go.set()
+        said += "".join([chunk.choices[0].text async for chunk in stream])
+    assert said == "It is seven. "
+
+
+@both
+async def test_an_error_behind_a_part_of_the_text_is_raised_and_nothing_is_kept(vendor: str) -> None:
+    async with gateway_with(HaltingRolloutCtl("It is", " seven.")) as gateway:
+        handle = gateway.create_session()
+        async with client_of(gateway, vendor, handle) as client, spoken(client, vendor) as texts:
+            await anext(texts)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(gateway.abort_session, handle.session_id)
+                with pytest.raises(CLIENTS[vendor].errors.APIError, match="ended before the answer came"):
+                    async for _ in texts:
+                        pass
+
+
+@both
+async def test_who_goes_away_behind_a_part_of_the_text_ends_the_request(vendor: str) -> None:
+    rollout = HaltingRolloutCtl("It is", " seven.")
+    async with gateway_with(rollout, retry_grace_s=0) as gateway:
+        handle = gateway.create_session()
+        async with client_of(gateway, vendor, handle) as client, spoken(client, vendor) as texts:
+            await anext(texts)
+        with anyio.fail_after(10):
+            await rollout.was_left.wait()
+        assert (await only_result(gateway, handle)).trajectories == []
+
+
+async def test_a_retry_of_a_stream_gets_the_whole_text_of_the_first_try() -> None:
+    rollout = HaltingRolloutCtl("It is", " seven.")
+    async with gateway_with(rollout) as gateway:
+        handle = gateway.create_session()
+        async with client_of(gateway, "openai", handle) as client:
+            async with spoken(client, "openai") as texts:
+                await anext(texts)
+            retry = {"x-stainless-retry-count": "1"}
+            async with spoken(client, "openai", extra_headers=retry) as texts:
+                said = await anext(texts)
+                rollout.let_go.set()
+                said += "".join([text async for text in texts])
+        (trajectory,) = (await only_result(gateway, handle)).trajectories
+    assert (said, trained(trajectory), len(rollout.requests)) == ("It is seven.", "It is seven.", 1)
+
+
+async def test_streams_may_be_whole() -> None:
+    rollout = held(f"a{END}")
+    rollout.let_go.set()
+    async with gateway_with(rollout, stream_interval_s=None) as gateway, client_of(gateway, "openai") as client:
+        assert await client.ask("hi", stream=True) == ("a", [])
 
 
 @both

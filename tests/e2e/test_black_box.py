@@ -6,15 +6,19 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import anyio
 import httpx
 import pytest
 
 from tests.build import run_config
-from xrl_lite.config.serve_config import load_serve_config
+from xrl_lite.config.serve_config import ServeConfig, load_serve_config
+from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.gateway import Gateway
 from xrl_lite.run import serve, train
 
@@ -57,9 +61,9 @@ async def test_a_program_is_trained_through_the_gateway(tmp_path: Path, tiny_mod
     assert all(record["logprob_gap/max"] < 1e-4 for record in steps)
 
 
-@pytest.mark.process
-async def test_a_model_is_served_until_a_signal(tiny_model_folder: Path) -> None:
-    config = load_serve_config(str(tiny_model_folder), ["gateway.port=0", "rollout.engine=fake", "num_cpus=1"])
+@asynccontextmanager
+async def served(config: ServeConfig) -> AsyncIterator[tuple[Gateway, httpx.AsyncClient]]:
+    """Serve while inside; ended by a signal."""
     ready = anyio.Event()
     gateways: list[Gateway] = []
 
@@ -70,15 +74,41 @@ async def test_a_model_is_served_until_a_signal(tiny_model_folder: Path) -> None
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(partial(serve, config, on_ready=on_ready))
         await ready.wait()
-        (gateway,) = gateways
-        assert gateway.max_trajectory_tokens == 128, "of the model's config"
-        async with httpx.AsyncClient(
-            base_url=gateway.url, headers={"x-api-key": gateway.api_key}, verify=False
-        ) as client:
-            body = {"model": "policy", "messages": [{"role": "user", "content": "1+1"}], "max_tokens": 3}
-            answer = await client.post("/v1/chat/completions", json=body)
-        assert answer.json()["usage"]["completion_tokens"] == 1
+        headers = {"x-api-key": gateways[0].api_key}
+        async with httpx.AsyncClient(base_url=gateways[0].url, headers=headers, verify=False) as client:
+            yield gateways[0], client
         signal.raise_signal(signal.SIGTERM)
+
+
+BODY: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "1+1"}], "max_tokens": 9}
+
+
+@pytest.mark.process
+async def test_a_model_is_served_until_a_signal(tiny_model_folder: Path) -> None:
+    config = load_serve_config(str(tiny_model_folder), ["gateway.port=0", "rollout.engine=fake", "num_cpus=1"])
+    async with served(config) as (gateway, client):
+        assert gateway.max_trajectory_tokens == 128, "of the model's config"
+        answer = await client.post("/v1/chat/completions", json=BODY)
+        assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.process
+async def test_a_stream_tells_what_the_engine_has_sampled_while_it_goes_on(tiny_model_folder: Path) -> None:
+    tokenizer = Tokenizer.load(str(tiny_model_folder))
+    prompt, answer = tokenizer.encode(BODY["messages"]), tokenizer.encode_text("12345")
+    options = {"responses": [answer], "hang_prompts": prompt[:1], "hang_tokens": 3}  # and then no more
+    engine = ["rollout.engine=fake", f"rollout.engine_options={json.dumps(options)}"]
+    config = load_serve_config(str(tiny_model_folder), ["gateway.port=0", "num_cpus=1", *engine])
+    said = ""
+    async with (
+        served(config) as (_, client),
+        client.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response,
+    ):
+        lines = aiter(response.aiter_lines())
+        while said != "123":
+            line = await anext(lines)
+            if line.startswith("data: "):
+                said += json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
 
 
 @pytest.mark.process

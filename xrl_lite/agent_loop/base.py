@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import anyio
 from pydantic import Field
@@ -27,6 +28,24 @@ class RolloutCtl(Protocol):
 
     async def generate(self, state: RolloutState) -> RolloutState:
         """Generate the response of a state."""
+        ...
+
+
+class TokenChunk(Protocol):
+    """Some tokens of a response."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
+        ...
+
+
+@runtime_checkable
+class StreamsTokens(Protocol):
+    """Generates, and tells the tokens while they are sampled."""
+
+    def streaming(self, state: RolloutState) -> AbstractAsyncContextManager[AsyncIterable[TokenChunk]]:
+        """Generate the response of a state while inside: yields new tokens, and ends once the state is filled."""
         ...
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
+from xrl_lite.agent_loop.client import TokenOutput
 from xrl_lite.data import RolloutState, Status
 
 Script = Callable[[RolloutState], Sequence[int] | BaseException | None]
@@ -47,3 +49,14 @@ class ScriptedRolloutCtl:
         state.status = Status.ABORTED if answer is None else Status.COMPLETED
         state.response = ""
         return state
+
+    @asynccontextmanager
+    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[TokenOutput]]:
+        """Answer a request; yields its tokens one by one."""
+
+        async def one_by_one() -> AsyncIterator[TokenOutput]:
+            answered = await self.generate(state)
+            for token in answered.response_ids or []:
+                yield TokenOutput(token_ids=[token])
+
+        yield one_by_one()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
@@ -163,6 +163,36 @@ class Tokenizer:
     def _anchor(self) -> str | None:
         end = self._tokenizer.eos_token
         return end if end is not None and len(self.encode_text(end)) == 1 else None
+
+
+class TextStream:
+    """The text of tokens that come one after the other. What may be half of a character is held back.
+
+    Only the last tokens are decoded again with each new one, so its cost does not depend on how many there were.
+
+    Args:
+        tokenizer: Decodes them.
+        skip_special_tokens: Leave marks of the format out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool) -> None:
+        self.text = ""
+        """The text so far."""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._recent: list[int] = []
+        self._num_shown = 0
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Take tokens."""
+        self._recent += token_ids
+        # a token may look different behind another one: it is decoded together with those shown before it
+        shown = self._tokenizer.decode(self._recent[: self._num_shown], self._skip_special_tokens)
+        text = self._tokenizer.decode(self._recent, self._skip_special_tokens)
+        if len(text) > len(shown) and not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.text += text[len(shown) :]
+            del self._recent[: self._num_shown]
+            self._num_shown = len(self._recent)
 
 
 def read_template(file: Path) -> str:

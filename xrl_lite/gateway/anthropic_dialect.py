@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from xrl_lite.data.tokenizer import Message
-from xrl_lite.gateway.endpoint import Asked, Dialect, event
+from xrl_lite.gateway.endpoint import AnswerStream, Asked, Dialect, event
 from xrl_lite.gateway.openai_dialect import tool_schema
 from xrl_lite.gateway.refusal import Refusal, RefusalKind, invalid
-from xrl_lite.gateway.turn import TurnRequest, TurnResult
+from xrl_lite.gateway.turn import TurnHead, TurnRequest, TurnResult
 from xrl_lite.gateway.wire import COUNT_TOKENS, MESSAGES, AnthropicMessage, AnthropicTool, Part, read_body, text_of
 from xrl_lite.tools import FunctionCall, ToolSchema
 
@@ -64,33 +64,73 @@ class Messages:
     def read(self, body: bytes) -> Asked:
         given = read_body(MESSAGES, body)
         params = {own: given[name] for name, own in _PARAMS.items() if given.get(name) is not None}
-        return Asked(model=given["model"], turn=_turn(given, params), stream=bool(given.get("stream")))
+        return Asked(model=given["model"], turn=_turn(given, params))
 
     def answer(self, asked: Asked, result: TurnResult) -> dict[str, Any]:
         return {
-            **_head(asked, result),
+            **_head(asked, result.head),
             "content": [*_text_blocks(result), *(_tool_use(call, call.parameters) for call in result.calls)],
             **_ending(result),
-            "usage": _usage(result, len(result.response_ids)),
+            "usage": _usage(result.head, len(result.response_ids)),
         }
 
-    def events(self, asked: Asked, result: TurnResult) -> Iterator[bytes]:
+    def stream(self, asked: Asked, head: TurnHead) -> AnswerStream:
+        return _MessageStream(asked, head)
+
+
+class _MessageStream(AnswerStream):
+    """A message block by block; the last block is open while text may be added to it."""
+
+    def __init__(self, asked: Asked, head: TurnHead) -> None:
+        super().__init__(asked, head)
+        self._num_blocks = 0
+        self._text_is_open = False
+
+    def _open(self) -> Iterator[bytes]:
         start: dict[str, Any] = {
-            **_head(asked, result),
+            **_head(self._asked, self._head),
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": _usage(result, 0),
+            "usage": _usage(self._head, 0),
         }
-        yield event({"type": "message_start", "message": start}, "message_start")
-        for index, (block, deltas) in enumerate(_streamed_blocks(result)):
-            yield event({"type": "content_block_start", "index": index, "content_block": block}, "content_block_start")
-            for delta in deltas:
-                yield event({"type": "content_block_delta", "index": index, "delta": delta}, "content_block_delta")
-            yield event({"type": "content_block_stop", "index": index}, "content_block_stop")
+        yield _event("message_start", message=start)
+
+    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
+        if reasoning is not None:
+            yield self._start({"type": "thinking", "thinking": "", "signature": ""})
+            yield self._add({"type": "thinking_delta", "thinking": reasoning})
+            yield self._stop()
+        if text:
+            if not self._text_is_open:
+                self._text_is_open = True
+                yield self._start({"type": "text", "text": ""})
+            yield self._add({"type": "text_delta", "text": text})
+
+    def _end(self, result: TurnResult) -> Iterator[bytes]:
+        if self._text_is_open:
+            yield self._stop()
+        for call in result.calls:
+            yield self._start(_tool_use(call, {}))
+            yield self._add({"type": "input_json_delta", "partial_json": call.arguments})
+            yield self._stop()
         usage = {"output_tokens": len(result.response_ids)}
-        yield event({"type": "message_delta", "delta": _ending(result), "usage": usage}, "message_delta")
-        yield event({"type": "message_stop"}, "message_stop")
+        yield _event("message_delta", delta=_ending(result), usage=usage)
+        yield _event("message_stop")
+
+    def _start(self, block: Block) -> bytes:
+        self._num_blocks += 1
+        return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+
+    def _add(self, delta: Block) -> bytes:
+        return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
+
+    def _stop(self) -> bytes:
+        return _event("content_block_stop", index=self._num_blocks - 1)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event({"type": kind, **fields}, kind)
 
 
 def read_count_tokens(body: bytes) -> Asked:
@@ -100,7 +140,7 @@ def read_count_tokens(body: bytes) -> Asked:
         Refusal: it cannot be answered.
     """
     given = read_body(COUNT_TOKENS, body)
-    return Asked(model=given["model"], turn=_turn(given, {}), stream=False)
+    return Asked(model=given["model"], turn=_turn(given, {}))
 
 
 def lower_messages(system: str | list[Part] | None, messages: list[AnthropicMessage]) -> list[Message]:
@@ -225,7 +265,8 @@ def _turn(given: Mapping[str, Any], params: dict[str, Any]) -> TurnRequest:
             param="tool_choice",
         )
     tools = lower_tools(given.get("tools") or []) if choice.get("type") == "auto" else None
-    return TurnRequest(messages=lower_messages(given.get("system"), given["messages"]), tools=tools, params=params)
+    messages = lower_messages(given.get("system"), given["messages"])
+    return TurnRequest(messages=messages, tools=tools, stream=bool(given.get("stream")), params=params)
 
 
 def lower_tools(tools: list[AnthropicTool]) -> list[ToolSchema] | None:
@@ -269,13 +310,13 @@ def _unsupported(kind: object, where: str) -> Refusal:
     return invalid(f"{where}: blocks of the type {kind!r} are not supported: {reason}.", param=where)
 
 
-def _head(asked: Asked, result: TurnResult) -> dict[str, Any]:
-    return {"id": f"msg_{result.turn_id}", "type": "message", "role": "assistant", "model": asked.model}
+def _head(asked: Asked, head: TurnHead) -> dict[str, Any]:
+    return {"id": f"msg_{head.turn_id}", "type": "message", "role": "assistant", "model": asked.model}
 
 
-def _usage(result: TurnResult, output_tokens: int) -> dict[str, int]:
+def _usage(head: TurnHead, output_tokens: int) -> dict[str, int]:
     return {
-        "input_tokens": result.num_prompt_tokens,
+        "input_tokens": head.num_prompt_tokens,
         "output_tokens": output_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
@@ -297,14 +338,3 @@ def _text_blocks(result: TurnResult) -> Iterator[Block]:
 
 def _tool_use(call: FunctionCall, arguments: dict[str, Any]) -> Block:
     return {"type": "tool_use", "id": call.tool_call_id, "name": call.name, "input": arguments}
-
-
-def _streamed_blocks(result: TurnResult) -> Iterator[tuple[Block, list[Block]]]:
-    """Yield each block as it begins, and what is added to it."""
-    if result.reasoning is not None:
-        thought = {"type": "thinking_delta", "thinking": result.reasoning}
-        yield {"type": "thinking", "thinking": "", "signature": ""}, [thought]
-    if result.text:
-        yield {"type": "text", "text": ""}, [{"type": "text_delta", "text": result.text}]
-    for call in result.calls:
-        yield _tool_use(call, {}), [{"type": "input_json_delta", "partial_json": call.arguments}]

@@ -77,6 +77,9 @@ class GatewayConfig(Settings):
     keep_alive_s: float = Field(default=10.0, gt=0)
     """A stream that has nothing to say yet says so this often."""
 
+    stream_interval_s: float | None = Field(default=0.1, ge=0)
+    """A stream is sent what is new this often at most; None sends the turn once it is whole, which costs least."""
+
     retry_grace_s: float = Field(default=30.0, ge=0)
     """A request whose client has gone is still answered for so long: the client's retry gets that answer."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xrl_lite.gateway.refusal import Refusal
-from xrl_lite.gateway.turn import TurnRequest, TurnResult
+from xrl_lite.gateway.spoken import Said
+from xrl_lite.gateway.turn import TurnHead, TurnRequest, TurnResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +21,6 @@ class Asked:
     """The name it uses for the model, and gets back."""
     turn: TurnRequest
     """What it asks for."""
-    stream: bool
-    """It wants the answer as a stream of events."""
     include_usage: bool = False
     """The stream is to end with the number of tokens."""
 
@@ -58,9 +58,54 @@ class Endpoint(Protocol):
         """Return the body of the answer."""
         ...
 
-    def events(self, asked: Asked, result: TurnResult) -> Iterator[bytes]:
-        """Yield the answer as a stream."""
+    def stream(self, asked: Asked, head: TurnHead) -> AnswerStream:
+        """Return what writes the answer as a stream."""
         ...
+
+
+class AnswerStream(ABC):
+    """An answer as events, in the shape of one endpoint.
+
+    Args:
+        asked: The request.
+        head: What is known of the turn before it is made.
+    """
+
+    def __init__(self, asked: Asked, head: TurnHead) -> None:
+        self.sent = Said()
+        """What the client was told."""
+        self._asked = asked
+        self._head = head
+        self._has_begun = False
+
+    def more(self, said: Said) -> bytes:
+        """Return what is new; nothing where nothing is."""
+        reasoning = said.reasoning if self.sent.reasoning is None else None
+        text = said.text[len(self.sent.text) :]
+        self.sent = said
+        return b"".join([*self._begin(), *self._say(reasoning, text)]) if reasoning is not None or text else b""
+
+    def finish(self, result: TurnResult) -> bytes:
+        """Return the rest of the answer."""
+        more = self.more(result.said)
+        return b"".join([more, *self._begin(), *self._end(result)])
+
+    def _begin(self) -> Iterator[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield from self._open()
+
+    @abstractmethod
+    def _open(self) -> Iterator[bytes]:
+        """Yield what comes first."""
+
+    @abstractmethod
+    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
+        """Yield what the model thought, and more of what it says."""
+
+    @abstractmethod
+    def _end(self, result: TurnResult) -> Iterator[bytes]:
+        """Yield what comes behind the text: calls, and why the turn ended."""
 
 
 def encode(value: Any) -> bytes:

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, cast
 
 from xrl_lite.data.tokenizer import Message
-from xrl_lite.gateway.endpoint import Asked, Dialect, event
+from xrl_lite.gateway.endpoint import AnswerStream, Asked, Dialect, event
 from xrl_lite.gateway.refusal import Refusal, RefusalKind, invalid
-from xrl_lite.gateway.turn import TurnRequest, TurnResult
+from xrl_lite.gateway.turn import TurnHead, TurnRequest, TurnResult
 from xrl_lite.gateway.wire import CHAT_COMPLETION, COMPLETION, ChatMessage, ChatTool, read_body, refuse_given, text_of
 from xrl_lite.tools import FunctionCall, ToolSchema
 
@@ -20,6 +20,7 @@ _CODES: dict[RefusalKind, str] = {
     "conflict": "session_closed",
 }
 _PARAMS = ("temperature", "top_p", "top_k", "max_tokens", "stop", "seed", "presence_penalty", "frequency_penalty")
+_CHUNK, _TEXT = "chat.completion.chunk", "text_completion"
 _NO_LOGIT_BIAS = {"logit_bias": "it changes the distribution that is trained on."}
 
 
@@ -78,6 +79,7 @@ class ChatCompletions:
         turn = TurnRequest(
             messages=lower_messages(given["messages"]),
             tools=lower_tools(given.get("tools") or []) if choice == "auto" else None,
+            stream=bool(given.get("stream")),
             params=params,
             with_logprobs=bool(given.get("logprobs")),
             with_token_ids=bool(given.get("return_token_ids")),
@@ -98,26 +100,36 @@ class ChatCompletions:
             "finish_reason": result.finish_reason,
         }
         return _with_token_ids(
-            {**_head(asked, result, "chat.completion"), "choices": [choice], "usage": _usage(result)}, result
+            {**_head(asked, result.head, "chat.completion"), "choices": [choice], "usage": _usage(result)}, result
         )
 
-    def events(self, asked: Asked, result: TurnResult) -> Iterator[bytes]:
-        head = _head(asked, result, "chat.completion.chunk")
+    def stream(self, asked: Asked, head: TurnHead) -> AnswerStream:
+        return _ChatStream(asked, head)
 
-        def chunk(delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
-            return event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": finish, **more}]})
 
-        yield chunk({"role": "assistant", "content": ""})
-        if result.reasoning is not None:
-            yield chunk({"reasoning_content": result.reasoning})
-        if result.text:
-            yield chunk({"content": result.text}, logprobs=_chat_logprobs(result))
+class _ChatStream(AnswerStream):
+    def _open(self) -> Iterator[bytes]:
+        yield self._chunk({"role": "assistant", "content": ""})
+
+    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
+        if reasoning is not None:
+            yield self._chunk({"reasoning_content": reasoning})
+        if text:
+            yield self._chunk({"content": text})
+
+    def _end(self, result: TurnResult) -> Iterator[bytes]:
         for number, call in enumerate(result.calls):
-            yield chunk({"tool_calls": [{"index": number, **_call(call)}]})
-        yield chunk({}, result.finish_reason, **_token_ids(result))
-        if asked.include_usage:
-            yield event({**head, "choices": [], "usage": _usage(result)})
+            yield self._chunk({"tool_calls": [{"index": number, **_call(call)}]})
+        if (logprobs := _chat_logprobs(result)) is not None:
+            yield self._chunk({"content": ""}, logprobs=logprobs)
+        yield self._chunk({}, result.finish_reason, **_token_ids(result))
+        if self._asked.include_usage:
+            yield event({**_head(self._asked, self._head, _CHUNK), "choices": [], "usage": _usage(result)})
         yield b"data: [DONE]\n\n"
+
+    def _chunk(self, delta: dict[str, Any], finish: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, **more}
+        return event({**_head(self._asked, self._head, _CHUNK), "choices": [choice]})
 
 
 class Completions:
@@ -139,6 +151,7 @@ class Completions:
             raise invalid("logprobs: only 0 and 1 are supported: of the sampled token alone.", param="logprobs")
         turn = TurnRequest(
             prompt=_one_prompt(given["prompt"]),
+            stream=bool(given.get("stream")),
             params=_params(given),
             with_logprobs=given.get("logprobs") is not None,
             with_token_ids=bool(given.get("return_token_ids")),
@@ -153,18 +166,34 @@ class Completions:
             "finish_reason": result.finish_reason,
         }
         return _with_token_ids(
-            {**_head(asked, result, "text_completion"), "choices": [choice], "usage": _usage(result)}, result
+            {**_head(asked, result.head, _TEXT), "choices": [choice], "usage": _usage(result)}, result
         )
 
-    def events(self, asked: Asked, result: TurnResult) -> Iterator[bytes]:
-        head = _head(asked, result, "text_completion")
-        choice = {"index": 0, "logprobs": _completion_logprobs(result), "finish_reason": None}
-        yield event({**head, "choices": [{**choice, "text": result.text}]})
-        last = {"index": 0, "text": "", "logprobs": None, "finish_reason": result.finish_reason}
-        yield event({**head, "choices": [last | _token_ids(result)]})
-        if asked.include_usage:
-            yield event({**head, "choices": [], "usage": _usage(result)})
+    def stream(self, asked: Asked, head: TurnHead) -> AnswerStream:
+        return _CompletionStream(asked, head)
+
+
+class _CompletionStream(AnswerStream):
+    def _open(self) -> Iterator[bytes]:
+        yield from ()
+
+    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
+        yield self._chunk(text)
+
+    def _end(self, result: TurnResult) -> Iterator[bytes]:
+        yield self._chunk(
+            "",
+            logprobs=_completion_logprobs(result),
+            finish_reason=result.finish_reason,
+            **_token_ids(result),
+        )
+        if self._asked.include_usage:
+            yield event({**_head(self._asked, self._head, _TEXT), "choices": [], "usage": _usage(result)})
         yield b"data: [DONE]\n\n"
+
+    def _chunk(self, text: str, **more: Any) -> bytes:
+        choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, **more}
+        return event({**_head(self._asked, self._head, _TEXT), "choices": [choice]})
 
 
 def _one_prompt(given: Any) -> str | list[int]:
@@ -247,7 +276,6 @@ def _asked(given: Mapping[str, Any], turn: TurnRequest) -> Asked:
     return Asked(
         model=given["model"],
         turn=turn,
-        stream=bool(given.get("stream")),
         include_usage=bool(options.get("include_usage")),
     )
 
@@ -257,12 +285,12 @@ def _check_one(given: Mapping[str, Any], name: str) -> None:
         raise invalid(f"{name} must be 1, got {given[name]}: one request has one answer. Send several.", param=name)
 
 
-def _head(asked: Asked, result: TurnResult, kind: str) -> dict[str, Any]:
-    prefix = "cmpl" if kind == "text_completion" else "chatcmpl"
+def _head(asked: Asked, head: TurnHead, kind: str) -> dict[str, Any]:
+    prefix = "cmpl" if kind == _TEXT else "chatcmpl"
     return {
-        "id": f"{prefix}-{result.turn_id}",
+        "id": f"{prefix}-{head.turn_id}",
         "object": kind,
-        "created": result.created_s,
+        "created": head.created_s,
         "model": asked.model,
         "system_fingerprint": None,
     }
@@ -271,9 +299,9 @@ def _head(asked: Asked, result: TurnResult, kind: str) -> dict[str, Any]:
 def _usage(result: TurnResult) -> dict[str, int]:
     sampled = len(result.response_ids)
     return {
-        "prompt_tokens": result.num_prompt_tokens,
+        "prompt_tokens": result.head.num_prompt_tokens,
         "completion_tokens": sampled,
-        "total_tokens": result.num_prompt_tokens + sampled,
+        "total_tokens": result.head.num_prompt_tokens + sampled,
     }
 
 

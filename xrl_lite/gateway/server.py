@@ -7,8 +7,8 @@
     /sessions/{id}/reward_info     what the agent says about its reward
     /sessions, /sessions/{id}, /sessions/{id}/finalize, .../abort      for whoever has the gateway's own key
 
-A request that is answered within `keep_alive_s` has its proper status, also as a stream; one that takes longer is sent
-signs of life, and an error is then the last event of the stream.
+A stream begins with the first text, or with signs of life after `keep_alive_s`. From then on an error is the last
+event; before, it has its proper status, as that of any other request.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ExceptionHandler, Receive, Scope, Send
 
 from xrl_lite.gateway.anthropic_dialect import ANTHROPIC, Messages, read_count_tokens
+from xrl_lite.gateway.config import GatewayConfig
 from xrl_lite.gateway.endpoint import Asked, Dialect, Endpoint, encode
 from xrl_lite.gateway.openai_dialect import OPENAI, ChatCompletions, Completions
 from xrl_lite.gateway.openapi import openapi
@@ -112,7 +113,7 @@ class GatewayApp:
                 is_retry=request.headers.get(_RETRIES_HEADER, "0") not in ("", "0"),
                 idempotency_key=request.headers.get("idempotency-key"),
             )
-            return TurnResponse(endpoint, asked, pending, keep_alive_s=self._config.keep_alive_s)
+            return TurnResponse(endpoint, asked, pending, config=self._config)
 
         return handle
 
@@ -256,65 +257,85 @@ class GatewayApp:
 
 
 class TurnResponse(Response):
-    """Answers a request once its turn is there; a client that goes away meanwhile is not waited for.
+    """Answers a request once its turn is there, or as it is made; a client that goes away is not waited for.
 
     Args:
         endpoint: Shapes the answer.
         asked: The request.
         pending: The turn.
-        keep_alive_s: How often a stream that has nothing to say says so.
+        config: Says how often a stream says something, and how often that it has nothing to say.
     """
 
-    def __init__(self, endpoint: Endpoint, asked: Asked, pending: PendingTurn, *, keep_alive_s: float) -> None:
+    def __init__(self, endpoint: Endpoint, asked: Asked, pending: PendingTurn, *, config: GatewayConfig) -> None:
         super().__init__()
         self._endpoint = endpoint
         self._asked = asked
         self._pending = pending
-        self._keep_alive_s = keep_alive_s
+        self._config = config
+        self._answer = endpoint.stream(asked, pending.head)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._pending.attended():
             async with anyio.create_task_group() as talking:
                 talking.start_soon(_until_gone, receive, talking.cancel_scope)
-                if self._asked.stream and not await self._ends_soon():
-                    await self._stream(send)
+                first = b""
+                if self._asked.turn.stream:
+                    first = await self._next()
                 else:
                     await self._pending.ended.wait()
+                if self._pending.ended.is_set():
                     await self._whole()(scope, receive, send)
+                else:
+                    await self._stream(send, first)
                 talking.cancel_scope.cancel()
 
     def _whole(self) -> Response:
         outcome = self._pending.outcome
-        if isinstance(outcome, TurnResult) and self._asked.stream:
-            events = b"".join(self._endpoint.events(self._asked, outcome))
-            return Response(events, media_type=_EVENT_STREAM, headers=_STREAM_HEADERS)
+        if isinstance(outcome, TurnResult) and self._asked.turn.stream:
+            return Response(self._answer.finish(outcome), media_type=_EVENT_STREAM, headers=_STREAM_HEADERS)
         if isinstance(outcome, TurnResult):
             return _json(self._endpoint.answer(self._asked, outcome))
         assert outcome is not None, "it has ended"
         return refused(outcome, self._endpoint.dialect)
 
-    async def _stream(self, send: Send) -> None:
-        """Send signs of life until the turn is there, and then the turn, or why it is not."""
+    async def _stream(self, send: Send, more: bytes) -> None:
+        """Send what the turn says, or signs of life, until it has ended, and then the rest, or why there is none."""
         head = {**_STREAM_HEADERS, "content-type": _EVENT_STREAM}
         headers = [(name.encode(), value.encode()) for name, value in head.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        dialect = self._endpoint.dialect
-        await _send_body(send, dialect.keep_alive)
-        while not await self._ends_soon():
-            await _send_body(send, dialect.keep_alive)
-        outcome = self._pending.outcome
-        if isinstance(outcome, TurnResult):
-            for each in self._endpoint.events(self._asked, outcome):
-                await _send_body(send, each)
-        elif outcome is not None:
-            await _send_body(send, dialect.error_event(outcome))
+        while not self._pending.ended.is_set():
+            await _send_body(send, more or self._endpoint.dialect.keep_alive)
+            if more:
+                await self._rest()
+            more = await self._next()
+        await _send_body(send, more + self._last())
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _ends_soon(self) -> bool:
-        """Wait for the turn as long as a stream may be silent; return whether it is there."""
-        with anyio.move_on_after(self._keep_alive_s):
+    def _last(self) -> bytes:
+        outcome, dialect = self._pending.outcome, self._endpoint.dialect
+        assert outcome is not None, "it has ended"
+        if isinstance(outcome, Refusal):
+            return dialect.error_event(outcome)
+        if not outcome.said.continues(self._answer.sent):  # the engine began anew
+            return dialect.error_event(Refusal("server", "The answer was made anew after a part of it had been sent."))
+        return self._answer.finish(outcome)
+
+    async def _next(self) -> bytes:
+        """Wait for more to send, as long as a stream may be silent; return nothing where there is nothing."""
+        pending = self._pending
+        with anyio.move_on_after(self._config.keep_alive_s):
+            while not pending.ended.is_set():
+                has_news = pending.has_news
+                if pending.spoken is not None and (more := self._answer.more(pending.spoken.said())):
+                    return more
+                await self._rest()
+                await has_news.wait()
+        return b""
+
+    async def _rest(self) -> None:
+        """Let news gather, unless the turn ends."""
+        with anyio.move_on_after(self._config.stream_interval_s):
             await self._pending.ended.wait()
-        return self._pending.ended.is_set()
 
 
 def refused(refusal: Refusal, dialect: Dialect) -> Response:

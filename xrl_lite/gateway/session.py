@@ -36,6 +36,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from xrl_lite.agent_loop import RolloutCtl
+from xrl_lite.agent_loop.base import StreamsTokens
 from xrl_lite.agent_loop.session_loop import ENDS_THE_RUN
 from xrl_lite.data import RolloutState, SampleParams, Status
 from xrl_lite.data.chat_template import ChatTemplate
@@ -46,7 +47,8 @@ from xrl_lite.gateway.chain import Chain, ChatChains, Sampled, Step, raw_step
 from xrl_lite.gateway.config import GatewayConfig
 from xrl_lite.gateway.prefix import PrefixHasher, tools_digest
 from xrl_lite.gateway.refusal import Refusal, invalid
-from xrl_lite.gateway.turn import FinishReason, SessionResult, TurnRequest, TurnResult
+from xrl_lite.gateway.spoken import Spoken, split_turn
+from xrl_lite.gateway.turn import FinishReason, SessionResult, TurnHead, TurnRequest, TurnResult
 from xrl_lite.log import get_logger
 from xrl_lite.tools import FunctionCall, ToolParser, call_message
 
@@ -93,13 +95,24 @@ class SessionParts:
     resume_aborted: bool
     """Ask again for what the engine aborted; otherwise that aborts the session."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether tokens are told while they are sampled."""
+        return self.config.stream_interval_s is not None and isinstance(self.rollout_ctl, StreamsTokens)
+
 
 class PendingTurn:
     """A turn that is being made, or was made; any number of requests may wait for it."""
 
-    def __init__(self, digest: bytes) -> None:
+    def __init__(self, digest: bytes, head: TurnHead) -> None:
         self.digest = digest
         """Of the request."""
+        self.head = head
+        """What is known before it is made."""
+        self.spoken: Spoken | None = None
+        """What is certain of it already; None where nothing is told before the end."""
+        self.has_news = anyio.Event()
+        """Set once there is more of it than when it was looked at, or an outcome."""
         self.num_waiting = 0
         """Requests that wait."""
         self.was_left = False
@@ -139,10 +152,18 @@ class PendingTurn:
         assert self.outcome is not None, "it has ended"
         return self.outcome
 
+    def hear(self, token_ids: list[int]) -> None:
+        """Take tokens that were sampled for it."""
+        if self.spoken is not None:
+            self.spoken.add(token_ids)
+            self.has_news.set()
+            self.has_news = anyio.Event()
+
     def end(self, outcome: TurnResult | Refusal) -> None:
         """Set the outcome."""
         self.outcome = outcome
         self.ended.set()
+        self.has_news.set()
 
 
 class Session:
@@ -193,7 +214,7 @@ class Session:
         self._by_key: dict[str, PendingTurn] = {}
         self._answered: deque[PendingTurn] = deque()
         self._samples_of: Counter[str] = Counter()
-        self._num_turns = self._num_failed = self._num_malformed = self._num_calls = 0
+        self._num_asked = self._num_turns = self._num_failed = self._num_malformed = self._num_calls = 0
         self._was_truncated = False
         self._failure: str | None = None
 
@@ -235,16 +256,18 @@ class Session:
             return earlier
         step = self._step(request)
         params = self._params(request, step)
-        pending = PendingTurn(digest)
+        pending = PendingTurn(digest, self._next_head(len(step.context_ids)))
         pending.on_left = self._left
         self._by_digest.setdefault(digest, []).append(pending)
         if idempotency_key is not None:
             self._by_key[idempotency_key] = pending
         if params is None:
-            full = self._full(step, request)
+            full = self._full(step, request, pending.head)
             self._remember(pending, full)
             pending.end(full)
             return pending
+        if request.stream and not request.with_logprobs and self._parts.streams:
+            pending.spoken = self._spoken(request, params)
         step.chain.is_reserved = True
         self._pending.append(pending)
         # in the context of whoever made the session: a loop in a process knows by it whose requests these are
@@ -387,16 +410,31 @@ class Session:
             )
         return None
 
-    def _full(self, step: Step, request: TurnRequest) -> TurnResult:
+    def _next_head(self, num_prompt_tokens: int) -> TurnHead:
+        self._num_asked += 1
+        turn_id = f"{self.session_id}-{self._num_asked}"
+        return TurnHead(turn_id=turn_id, created_s=int(time.time()), num_prompt_tokens=num_prompt_tokens)
+
+    def _spoken(self, request: TurnRequest, params: SampleParams) -> Spoken:
+        parser = self._parts.parser
+        is_parsed = self._is_parsed(request)
+        marks = parser.call_marks if is_parsed else ()
+        return Spoken(
+            self._parts.tokenizer,
+            template=self._parts.template if request.prompt is None else None,
+            skip_special_tokens=not (is_parsed and parser.keeps_special_tokens),
+            marks=None if marks is None else (*marks, *(parser.stop_texts if is_parsed else ())),
+            stops=params.stops,
+        )
+
+    def _full(self, step: Step, request: TurnRequest, head: TurnHead) -> TurnResult:
         """End a conversation that has no room left, with an empty turn."""
         step.chain.ended_by = "max_trajectory_length"
         self._num_turns += 1
         return TurnResult(
-            turn_id=self._turn_id(),
-            created_s=int(time.time()),
+            head=head,
             text="",
             finish_reason="length",
-            num_prompt_tokens=len(step.context_ids),
             prompt_ids=step.context_ids if request.with_token_ids else None,
             response_ids=[],
             logprobs=[],
@@ -407,8 +445,8 @@ class Session:
         outcome: TurnResult | Refusal = Refusal("conflict", f"Session {self.session_id} ended before the answer came.")
         try:
             with pending.scope:
-                state = await self._generate(step, params)
-                outcome = await self._answer(step, request, state)
+                state = await self._generate(pending, step, params)
+                outcome = await self._answer(pending, step, request, state)
         except Refusal as refusal:
             outcome = refusal
             self._note_failure(refusal.message)
@@ -426,7 +464,7 @@ class Session:
             self._remember(pending, outcome)
             pending.end(outcome)
 
-    async def _generate(self, step: Step, params: SampleParams) -> RolloutState:
+    async def _generate(self, pending: PendingTurn, step: Step, params: SampleParams) -> RolloutState:
         prompt = hashlib.sha256(array("q", step.context_ids)).hexdigest()[:16]
         sample = self._samples_of[prompt]
         self._samples_of[prompt] += 1
@@ -441,7 +479,7 @@ class Session:
         )
         while True:
             try:
-                state = await self._parts.rollout_ctl.generate(state)
+                state = await self._sample(pending, state)
             except RolloutError as error:
                 raise Refusal("server", str(error)) from error
             if state.status is Status.FAILED:
@@ -453,7 +491,16 @@ class Session:
                 self.ended.set()
                 raise Refusal("conflict", f"Session {self.session_id} was aborted: generation is paused.")
 
-    async def _answer(self, step: Step, request: TurnRequest, state: RolloutState) -> TurnResult:
+    async def _sample(self, pending: PendingTurn, state: RolloutState) -> RolloutState:
+        rollout_ctl = self._parts.rollout_ctl
+        if pending.spoken is None or not isinstance(rollout_ctl, StreamsTokens):
+            return await rollout_ctl.generate(state)
+        async with rollout_ctl.streaming(state) as chunks:
+            async for chunk in chunks:
+                pending.hear(chunk.token_ids)
+        return state
+
+    async def _answer(self, pending: PendingTurn, step: Step, request: TurnRequest, state: RolloutState) -> TurnResult:
         ids, logprobs = list(state.response_ids or []), list(state.logprobs or [])
         if len(ids) != len(logprobs):
             raise Refusal("server", f"The engine gave {len(logprobs)} log-probs for {len(ids)} tokens.")
@@ -464,7 +511,7 @@ class Session:
         shown = [call_message(call) for call in good]
         if request.prompt is None:
             template_message = self._parts.template.message(whole, shown)
-            reasoning, text = self._parts.template.split_reasoning(whole)
+            reasoning, text = split_turn(self._parts.template, whole)
         else:
             template_message, reasoning, text = {"role": "assistant", "content": content}, None, content
         finish: FinishReason = "length" if state.finish_reason == "length" else "stop"
@@ -490,14 +537,12 @@ class Session:
             self._chains.append(step.chain)
         decode = self._parts.tokenizer.decode
         return TurnResult(
-            turn_id=self._turn_id(),
-            created_s=int(time.time()),
+            head=pending.head,
             text=text,
             reasoning=reasoning,
             calls=tuple(good),
             finish_reason=finish,
             stop_text=stop_text,
-            num_prompt_tokens=len(step.context_ids),
             prompt_ids=step.context_ids if request.with_token_ids else None,
             response_ids=ids,
             logprobs=logprobs,
@@ -507,12 +552,16 @@ class Session:
     async def _read(self, ids: list[int], request: TurnRequest) -> tuple[str, list[FunctionCall]]:
         """Return the text of a turn and the calls in it."""
         parser, tokenizer = self._parts.parser, self._parts.tokenizer
-        if request.prompt is not None or not (request.tools or parser.keeps_special_tokens):
+        if not self._is_parsed(request):
             return tokenizer.decode(ids, skip_special_tokens=True), []
         content, calls = await parser.extract_tool_calls(ids, request.tools or [])
         if not request.tools:  # it was offered none
             return content, []
         return content, [call.checked() for call in calls]
+
+    def _is_parsed(self, request: TurnRequest) -> bool:
+        """Return whether calls are looked for in a turn, or its format has more marks than text can have."""
+        return request.prompt is None and bool(request.tools or self._parts.parser.keeps_special_tokens)
 
     def _named(self, calls: list[FunctionCall]) -> list[FunctionCall]:
         """Return the well-formed calls, each with an id of its own."""
@@ -522,9 +571,6 @@ class Session:
                 self._num_calls += 1  # nine characters: some templates take no others
                 named.append(replace(call, tool_call_id=call.tool_call_id or f"call{self._num_calls:05d}"))
         return named
-
-    def _turn_id(self) -> str:
-        return f"{self.session_id}-{self._num_turns}"
 
     def _left(self, pending: PendingTurn) -> None:
         self._parts.tasks.start_soon(self._end_unless_retried, pending)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from xrl_lite.data.tokenizer import Message
+from xrl_lite.gateway.spoken import Said
 from xrl_lite.tools import FunctionCall, ToolSchema
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -21,6 +22,8 @@ class TurnRequest:
     """Schemas shown to the model."""
     prompt: str | list[int] | None = None
     """Text or tokens, for a request without messages; the chat template is not used then."""
+    stream: bool = False
+    """The client wants the turn while it is made."""
     params: dict[str, Any] = field(default_factory=dict[str, Any])
     """Sampling parameters that the request brings: temperature, top_p, top_k, max_tokens, stop, ..."""
     with_logprobs: bool = False
@@ -30,13 +33,23 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TurnResult:
-    """One turn of the model."""
+class TurnHead:
+    """What is known of a turn before it is made."""
 
     turn_id: str
     """Unique in the gateway."""
     created_s: int
-    """Unix time of the answer, seconds."""
+    """Unix time of the request, seconds."""
+    num_prompt_tokens: int
+    """How many tokens the model sees."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnResult:
+    """One turn of the model."""
+
+    head: TurnHead
+    """What was known before."""
     text: str
     """What the model said, without reasoning and calls."""
     reasoning: str | None = None
@@ -47,16 +60,19 @@ class TurnResult:
     """Why it ended."""
     stop_text: str | None = None
     """The text that ended it, where the request named some."""
-    num_prompt_tokens: int
-    """How many tokens the model saw."""
     prompt_ids: list[int] | None = None
-    """These tokens, where the request asked for them."""
+    """The tokens that the model saw, where the request asked for them."""
     response_ids: list[int]
     """What it sampled."""
     logprobs: list[float]
     """One per sampled token."""
     token_texts: list[str] | None = None
     """Text of each sampled token, where the request asked for log-probs."""
+
+    @property
+    def said(self) -> Said:
+        """What it thought and said."""
+        return Said(reasoning=self.reasoning, text=self.text)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import anyio
 import anyio.lowlevel
 
 from tests.chat_templates import make_tokenizer
+from xrl_lite.agent_loop.client import TokenOutput
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, SampleParams
 from xrl_lite.data.chat_template import ChatTemplate
@@ -88,6 +89,33 @@ class HeldRolloutCtl(ScriptedRolloutCtl):
         self.changed = anyio.Event()
 
 
+class HaltingRolloutCtl(ScriptedRolloutCtl):
+    """An engine that tells the tokens of a first text, and those of the rest once it is let go."""
+
+    def __init__(self, first: str, rest: str) -> None:
+        super().__init__(lambda _: QWEN3.encode_text(first + rest))
+        self.let_go = anyio.Event()
+        self.was_left = anyio.Event()
+        self._num_first = len(QWEN3.encode_text(first))
+
+    @asynccontextmanager
+    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[TokenOutput]]:
+        async with super().streaming(state) as tokens:
+
+            async def halting() -> AsyncIterator[TokenOutput]:
+                number = 0
+                async for token in tokens:
+                    number += 1
+                    yield token
+                    if number == self._num_first:
+                        await self.let_go.wait()
+
+            try:
+                yield halting()
+            finally:
+                self.was_left.set()
+
+
 def held(*texts: str) -> HeldRolloutCtl:
     script = iter([*texts])
     return HeldRolloutCtl(lambda _: QWEN3.encode_text(next(script, f"Yes.{END}")))
@@ -108,7 +136,7 @@ async def open_session(
             rollout_ctl=rollout,
             tokenizer=QWEN3,
             template=template,
-            parser=ToolParser.get_tool_parser("hermes", QWEN3),
+            parser=ToolParser.get_tool_parser(config.tool_format, QWEN3),
             config=config,
             max_trajectory_tokens=limit,
             tasks=tasks,

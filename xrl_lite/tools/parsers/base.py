@@ -77,6 +77,9 @@ class ToolParser(ABC):
     """Tokens that end a response in this format, next to the tokenizer's end of sequence."""
     keeps_special_tokens: ClassVar[bool] = False
     """Whether the format is written with special tokens, so that a response must be decoded with them."""
+    call_marks: ClassVar[tuple[str, ...] | None] = None
+    """What calls begin with. The text before the first is the content as it stands, white space and reasoning at its
+    ends aside, and may be streamed; None where only the whole response tells what is content."""
 
     def __init__(self, tokenizer: DecodesTokens | None = None) -> None:
         self.tokenizer = tokenizer

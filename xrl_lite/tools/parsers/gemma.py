@@ -18,6 +18,7 @@ class GemmaParser(ToolParser):
 
     stop_texts = ("<tool_call|>", "<|tool_response>", "<turn|>")
     keeps_special_tokens = True
+    call_marks = ("<|tool_call>",)
     _opening, _closing = "<|tool_call>", "<tool_call|>"
     _header = re.compile(r"\s*call:(?P<name>[\w.\-]+)\s*(?=\{)")
 

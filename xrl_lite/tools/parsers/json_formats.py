@@ -20,6 +20,7 @@ class HermesParser(ToolParser):
     tag does no harm.
     """
 
+    call_marks = ("<tool_call>",)
     _opening: ClassVar[str] = "<tool_call>"
     _closing: ClassVar[str] = "</tool_call>"
 
@@ -121,6 +122,7 @@ class KimiParser(ToolParser):
 
     stop_texts = ("<|im_end|>",)
     keeps_special_tokens = True
+    call_marks = ("<|tool_calls_section_begin|>",)
     _section = re.compile(r"<\|tool_calls_section_begin\|>(.*?)(?:<\|tool_calls_section_end\|>|\Z)", re.DOTALL)
     _call = re.compile(
         r"<\|tool_call_begin\|>(?P<id>.*?)(?:<\|tool_call_argument_begin\|>(?P<arguments>.*?))?"

@@ -97,6 +97,7 @@ class _TagParser(ToolParser):
 class Qwen3CoderParser(_TagParser):
     """``<tool_call><function=add><parameter=x>1</parameter></function></tool_call>``."""
 
+    call_marks = ("<tool_call>",)
     _block_tags = ("<tool_call>", "</tool_call>")
     _function_mark = "<function="
     _function = re.compile(r"<function=(?P<name>[^<>\n]*)>")
@@ -113,12 +114,14 @@ class Qwen3CoderParser(_TagParser):
 class SeedParser(Qwen3CoderParser):
     """``<seed:tool_call><function=add><parameter=x>1</parameter></function></seed:tool_call>``."""
 
+    call_marks = ("<seed:tool_call>",)
     _block_tags = ("<seed:tool_call>", "</seed:tool_call>")
 
 
 class MinimaxParser(_TagParser):
     """``<minimax:tool_call><invoke name="add"><parameter name="x">1</parameter></invoke></minimax:tool_call>``."""
 
+    call_marks = ("<minimax:tool_call>",)
     _block_tags = ("<minimax:tool_call>", "</minimax:tool_call>")
     _function_mark = "<invoke"
     _function = re.compile(r"""<invoke\s+name=["']?(?P<name>[^"'<>\n]*)["']?\s*>""")
@@ -153,6 +156,7 @@ class DeepseekParser(MinimaxParser):
 
     stop_texts = ("<｜end▁of▁sentence｜>",)
     keeps_special_tokens = True
+    call_marks = ("<｜DSML｜tool_calls>",)
     _block_tags = ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>")
     _function_mark = "<｜DSML｜invoke"
     _function = re.compile(r"""<｜DSML｜invoke\s+name=["'](?P<name>[^"'<>\n]*)["']\s*>""")
@@ -192,6 +196,7 @@ class GlmParser(_TagParser):
     """``<tool_call>add<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>``; one call in a block."""
 
     stop_texts = ("<|observation|>", "<|user|>")
+    call_marks = ("<tool_call>",)
     _block_tags = ("<tool_call>", "</tool_call>")
     _pair = re.compile(
         r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>(?=\s*(?:<arg_key>|\Z))|\Z)",

@@ -1,0 +1,104 @@
+"""What of a turn is certain while it is still being sampled, so that it can be streamed.
+
+::
+
+    tokens --> text --> before the first call --> reasoning, once it is closed --> text --> before a stop
+
+Whatever may become something else is held back: half of a character; white space at the end; what may be the beginning
+of a call, of reasoning or of a stop. A turn that was sampled to its end begins with all that was certain before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from xrl_lite.data.chat_template import ChatTemplate
+from xrl_lite.data.tokenizer import TextStream, Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a turn has said so far."""
+
+    reasoning: str | None = None
+    """What it thought first; None where it did not, or has not ended."""
+    text: str = ""
+    """What it said, without reasoning and calls."""
+
+    def continues(self, earlier: Said) -> bool:
+        """Return whether nothing that was said earlier has become untrue."""
+        return self.text.startswith(earlier.text)
+
+
+class Spoken:
+    """A turn that is being sampled.
+
+    Args:
+        tokenizer: Of the model.
+        template: Says what reasoning looks like; None for completions, which have none.
+        skip_special_tokens: Leave marks of the format out of the text.
+        marks: What calls begin with; None where only the whole turn tells.
+        stops: Texts that end the turn.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        template: ChatTemplate | None,
+        skip_special_tokens: bool,
+        marks: Sequence[str] | None,
+        stops: Sequence[str],
+    ) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._template = template
+        self._marks = marks
+        self._stops = stops
+        self._new: list[int] = []
+
+    def add(self, token_ids: Iterable[int]) -> None:
+        """Take tokens that were sampled."""
+        self._new += token_ids
+
+    def said(self) -> Said:
+        """Return what is certain by now."""
+        if self._marks is None:
+            return Said()
+        self._stream.add(self._new)
+        self._new = []
+        reasoning, text = self._split(_before(self._stream.text, self._marks))
+        if self._marks and reasoning is None and text[:1].isspace():
+            return Said()  # it is left out if there are calls
+        return Said(reasoning=reasoning, text=_before(text, self._stops).rstrip())
+
+    def _split(self, text: str) -> tuple[str | None, str]:
+        if self._template is None:
+            return None, text
+        opening, closing = self._template.rules.reasoning_marks
+        may_think = self._template.rules.prompt_opens_reasoning or _may_begin(text.lstrip(), opening)
+        if may_think and closing not in text:
+            return None, ""
+        return split_turn(self._template, text)
+
+
+def split_turn(template: ChatTemplate, text: str) -> tuple[str | None, str]:
+    """Return the reasoning that a turn begins with, None if it does not, and the rest."""
+    if template.rules.prompt_opens_reasoning or text.lstrip().startswith(template.rules.reasoning_marks[0]):
+        return template.split_reasoning(text)
+    return None, text
+
+
+def _may_begin(text: str, mark: str) -> bool:
+    return text.startswith(mark) or mark.startswith(text)
+
+
+def _before(text: str, marks: Iterable[str]) -> str:
+    """Return a text before the first of the marks, and before what may become one of them."""
+    end = len(text)
+    for mark in marks:
+        found = text.find(mark)
+        if found < 0:
+            found = next((len(text) - n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), end)
+        end = min(end, found)
+    return text[:end]
