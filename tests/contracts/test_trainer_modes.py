@@ -237,6 +237,31 @@ def test_separate_async_generates_while_it_trains(folders: Callable[[str], RunFo
     assert took["separate_async"] <= 4 * (steps + 1) + 1
 
 
+def test_a_generator_that_is_three_times_as_fast_is_held_back_and_nothing_is_thrown_away(folder: RunFolder) -> None:
+    steps, admitted = 30, []
+
+    async def run(system: ActorSystem) -> None:
+        trainer = make_trainer(
+            system,
+            folder,
+            mode="separate_async",
+            engine=SlowEngine(3.0),
+            rollout=lengths(1, 1),
+            rows=rows(64),
+            trainer={"num_steps": steps},
+            evaluation={"at_start": False, "every_steps": 0},
+        )
+        await fit(trainer)
+        admitted.append(trainer.parts.replay_buffer.num_admitted)
+
+    in_virtual_time(run)
+    records = [record for record in folder.metrics() if "loss" in record]
+    assert len(records) == steps
+    assert max(record["off_policy/max"] for record in records) == 1
+    assert all(record["training/off_policy/evicted_samples"] == 0 for record in records)
+    assert admitted == [2 * steps]
+
+
 @pytest.mark.parametrize("mode", ASYNC)
 def test_sequences_go_on_under_new_weights(mode: str, folder: RunFolder) -> None:
     """Short and long responses: the long ones are not begun anew, and hold tokens of several policies."""
