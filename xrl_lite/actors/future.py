@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 _unpack_lock = threading.RLock()
 
-_OnLoop: TypeAlias = tuple[asyncio.AbstractEventLoop, Callable[[Any], object], contextvars.Context | None]
-"""A callback that is called on a loop of its own, whichever thread ends the future. A plain tuple, as most calls make
-one."""
+_Callback: TypeAlias = tuple[asyncio.AbstractEventLoop | None, Callable[[Any], object], contextvars.Context | None]
+"""What is called when a future has ended: on that loop, whichever thread ends it; or without one, in this very thread.
+A plain tuple, as most calls make one."""
 
 
 class CallFuture(Generic[T]):
@@ -56,7 +56,7 @@ class CallFuture(Generic[T]):
         self._value: Any = None
         self._packed: Packed | None = None
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[CallFuture[T]], object] | _OnLoop] = []
+        self._callbacks: list[_Callback] = []
 
     @property
     def label(self) -> str:
@@ -141,21 +141,20 @@ class CallFuture(Generic[T]):
         self, callback: Callable[[CallFuture[T]], object], *, context: contextvars.Context | None = None
     ) -> None:
         """Call `callback` with this future when it has ended: on the running loop; without one, see `when_done`."""
-        loop = asyncio._get_running_loop()
-        self._callbacks.append(callback if loop is None else (loop, callback, context))
+        self._callbacks.append((asyncio._get_running_loop(), callback, context))
         if self._done:  # perhaps too late for the thread that ended it
             self._call_back()
 
     def remove_done_callback(self, callback: Callable[[CallFuture[T]], object]) -> int:
         """Forget a callback; return how often it had been added."""
-        found = [entry for entry in self._callbacks if (entry[1] if isinstance(entry, tuple) else entry) == callback]
+        found = [entry for entry in self._callbacks if entry[1] == callback]
         for entry in found:
             self._callbacks.remove(entry)
         return len(found)
 
     def when_done(self, callback: Callable[[CallFuture[T]], object]) -> None:
         """Call `callback` with this future when it has ended, at once, in whichever thread ends it."""
-        self._callbacks.append(callback)
+        self._callbacks.append((None, callback, None))
         if self._done:  # perhaps too late for the thread that ended it
             self._call_back()
 
@@ -212,17 +211,17 @@ class CallFuture(Generic[T]):
         callbacks = self._callbacks
         while callbacks:
             try:
-                callback = callbacks.pop(0)
+                loop, callback, context = callbacks.pop(0)
             except IndexError:
                 return
-            if not isinstance(callback, tuple):
+            if loop is None:
                 callback(self)
-            elif (loop := callback[0]) is asyncio._get_running_loop():
-                loop.call_soon(callback[1], self, context=callback[2])
+            elif loop is asyncio._get_running_loop():
+                loop.call_soon(callback, self, context=context)
             elif _together.waiting is not None:
-                _together.waiting.append((callback, self))
+                _together.waiting.append((loop, callback, context, self))
             else:
-                _call_on(loop, [(callback, self)])
+                _call_on(loop, [(loop, callback, context, self)])
 
     def _wait_on(self, loop: asyncio.AbstractEventLoop) -> Generator[Any, None, None]:
         """Wait on a loop other than the one it was made on."""
@@ -258,8 +257,14 @@ class CallFuture(Generic[T]):
             self._packed = None
 
 
+_Wake: TypeAlias = tuple[
+    asyncio.AbstractEventLoop, Callable[[Any], object], contextvars.Context | None, CallFuture[Any]
+]
+"""A callback that is due on its loop, and the future that has ended."""
+
+
 class _Together(threading.local):
-    waiting: list[tuple[_OnLoop, CallFuture[Any]]] | None = None
+    waiting: list[_Wake] | None = None
 
 
 _together = _Together()
@@ -272,7 +277,7 @@ class WakeTogether:
     """
 
     def __init__(self) -> None:
-        self._outer: list[tuple[_OnLoop, CallFuture[Any]]] | None = None
+        self._outer: list[_Wake] | None = None
 
     def __enter__(self) -> None:
         self._outer, _together.waiting = _together.waiting, []
@@ -281,19 +286,19 @@ class WakeTogether:
         waiting, _together.waiting = _together.waiting, self._outer
         if not waiting:
             return
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_OnLoop, CallFuture[Any]]]] = {}
-        for entry in waiting:
-            by_loop.setdefault(entry[0][0], []).append(entry)
-        for loop, entries in by_loop.items():
-            _call_on(loop, entries)
+        by_loop: dict[asyncio.AbstractEventLoop, list[_Wake]] = {}
+        for wake in waiting:
+            by_loop.setdefault(wake[0], []).append(wake)
+        for loop, wakes in by_loop.items():
+            _call_on(loop, wakes)
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, entries: list[tuple[_OnLoop, CallFuture[Any]]]) -> None:
+def _call_on(loop: asyncio.AbstractEventLoop, wakes: list[_Wake]) -> None:
     # a loop that was closed in the meantime has nobody left who waits
     with suppress(RuntimeError):
-        loop.call_soon_threadsafe(_call_all, entries)
+        loop.call_soon_threadsafe(_call_all, wakes)
 
 
-def _call_all(entries: list[tuple[_OnLoop, CallFuture[Any]]]) -> None:
-    for (loop, callback, context), future in entries:
+def _call_all(wakes: list[_Wake]) -> None:
+    for loop, callback, context, future in wakes:
         loop.call_soon(callback, future, context=context)
