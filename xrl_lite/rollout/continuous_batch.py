@@ -11,13 +11,15 @@ gets its next token at the end. Equal prompts that are admitted together are com
 
 In float32 on the CPU a sequence's tokens and log-probs are, bit for bit, the same whatever else is in the batch: MKL's
 products of matrices treat every row alike once there are a few rows per thread (hence the padding), everything else
-works on rows. Only a sequence that had to be computed anew (memory ran out, new weights came) may differ in rounding.
+works on rows. So the number of threads may follow the size of a pass. Only a sequence that had to be computed anew
+(memory ran out, new weights came) may differ in rounding.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,8 @@ from xrl_lite.rollout.sampling import keep_top_k, keep_top_p, penalise, sample_t
 
 ROWS_PER_THREAD = 8
 """Fewer rows than this for each thread, and a product of matrices may round a row differently than among many."""
+WORTH_THREADS = 8192
+"""Tokens of a pass times width of the model: with less, threads wait for each other longer than they compute."""
 ALIGNMENT = 8
 """The number of tokens of a pass is a multiple of this."""
 RESERVED_TOKENS = 32
@@ -113,7 +117,8 @@ class ContinuousBatch:
         self._max_batch_size = max_batch_size
         self._kv_cache_bytes = kv_cache_bytes
         self._position_bytes = _position_bytes(model.config, model.dtype.itemsize)
-        self._min_rows = ROWS_PER_THREAD * min(torch.get_num_threads(), 8)
+        self._num_threads = torch.get_num_threads()
+        self._width: int = model.config.get_text_config().hidden_size
         self._cache = KVCache()
         self._layout = Layout(prompts=[], decoding=[])
         self.waiting: deque[Sequence] = deque()
@@ -145,15 +150,21 @@ class ContinuousBatch:
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Give every running sequence a token, after admitting those that wait as far as there is room."""
+        with computing_with(self._threads_for(len(self.running))):
+            return self._step()
+
+    def _step(self) -> StepResult:
         aborted = self._take_aborted()
         self._preempt_until_it_fits()
         self._cache.make_room()
         admitted = self._admit()
         if not admitted and not self.running:
             return StepResult([], aborted)
-        sequences, logits = self._forward(admitted)
-        self.running += admitted
-        tokens, logprobs = self._sample(sequences, logits)
+        num_tokens = len(self.running) + sum(sequence.num_tokens for sequence in admitted)
+        with computing_with(self._threads_for(num_tokens)):
+            sequences, logits = self._forward(admitted)
+            self.running += admitted
+            tokens, logprobs = self._sample(sequences, logits)
         ended: list[Sequence] = []
         for sequence, token, logprob in zip(sequences, tokens.tolist(), logprobs.tolist(), strict=True):
             sequence.token_ids.append(token)
@@ -224,6 +235,9 @@ class ContinuousBatch:
 
     # --- one forward pass
 
+    def _threads_for(self, num_tokens: int) -> int:
+        return self._num_threads if num_tokens * self._width >= WORTH_THREADS else 1
+
     def _forward(self, admitted: list[Sequence]) -> tuple[list[Sequence], Tensor]:
         """Return the sequences in the order of the rows of the logits (B, V) float32."""
         ids: list[int] = []
@@ -287,8 +301,9 @@ class ContinuousBatch:
         return decoding
 
     def _pad(self, ids: list[int], positions: list[int], predicting: list[int]) -> None:
+        min_rows = ROWS_PER_THREAD * min(torch.get_num_threads(), 8)
         for values, filler in ((ids, 0), (positions, 0), (predicting, predicting[0])):
-            size = max(self._min_rows, -(-len(values) // ALIGNMENT) * ALIGNMENT)
+            size = max(min_rows, -(-len(values) // ALIGNMENT) * ALIGNMENT)
             values += [filler] * (size - len(values))
 
     def _attend(
@@ -335,6 +350,17 @@ class _Draws:
         self.temperature = torch.tensor(
             [sequence.request.sample_params.temperature for sequence in sequences], dtype=torch.float32
         )
+
+
+@contextmanager
+def computing_with(num_threads: int) -> Iterator[None]:
+    """Use so many threads of this process inside."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _by_length(

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -101,22 +101,19 @@ class KVPool:
         own_keys, own_values = self._store(layer, keys, values)
         own_keys[rows, :, : keys.shape[2]], own_values[rows, :, : keys.shape[2]] = keys, values
 
-    def write_tokens(self, layer: int, positions: Tensor | int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def write_tokens(self, layer: int, places: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put the keys and values (n, K, D) of one position of the first n rows; return those of all positions.
 
         Args:
             layer: Number of the layer.
-            positions: (n,) int64, or one for all.
+            places: (n * K,) int64, see `Decoding.places`.
             keys: The keys.
             values: The values.
         """
-        own_keys, own_values = (tensor[: len(keys)] for tensor in self._layers[layer])
-        if isinstance(positions, int):
-            own_keys[:, :, positions], own_values[:, :, positions] = keys, values
-        else:
-            rows = torch.arange(len(keys))
-            own_keys[rows, :, positions], own_values[rows, :, positions] = keys, values
-        return own_keys, own_values
+        own_keys, own_values = self._layers[layer]
+        for own, new in ((own_keys, keys), (own_values, values)):
+            own.view(-1, own.shape[3]).index_copy_(0, places, new.reshape(-1, own.shape[3]))
+        return own_keys[: len(keys)], own_values[: len(keys)]
 
     def _store(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The tensors of a layer; made when it is first written to, since only then its shape is known."""
@@ -199,6 +196,14 @@ class Prompts:
     """Tokens of each prompt."""
     rows: list[tuple[KVPool, slice, Tensor]] = field(default_factory=list[tuple[KVPool, slice, Tensor]])
     """Pool, rows in it, and which of the prompts each row holds."""
+    _hidden: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict[Any, Tensor])
+
+    def hidden(self, start: int, stop: int, window: int | None) -> Tensor:
+        """Which positions before `stop` each position from `start` on does not see. The same in most layers."""
+        key = (start, stop, window)
+        if key not in self._hidden:
+            self._hidden[key] = ~_visible(torch.arange(start, stop), stop, window)
+        return self._hidden[key]
 
     @property
     def stop(self) -> int:
@@ -219,18 +224,25 @@ class Decoding:
         self.pool = pool
         self.start = start
         self.stop = start + len(positions)
-        self.positions = torch.tensor(positions)
-        self.place: Tensor | int = positions[0] if len(set(positions)) == 1 else self.positions
+        self._positions = torch.tensor(positions)
+        # the same in most layers
         self._bias: dict[tuple[int, int | None], Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def bias(self, key_heads: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to scores, (n * K, 1, C): 0 where a position is seen, else -inf. The same in most layers."""
+        """What is added to scores, (n * K, 1, C): 0 where a position is seen, else -inf."""
         key = (key_heads, window)
         if key not in self._bias:
-            seen = _visible(self.positions, self.pool.capacity, window)
-            bias = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -torch.inf)
-            self._bias[key] = bias.repeat_interleave(key_heads, dim=0).unsqueeze(1)
+            seen = _visible(self._positions.repeat_interleave(key_heads), self.pool.capacity, window)
+            self._bias[key] = torch.where(seen, 0.0, -torch.inf).to(dtype).unsqueeze(1)
         return self._bias[key]
+
+    def places(self, key_heads: int) -> Tensor:
+        """Which rows the new tokens are of a layer's keys, taken as (rows * K * C, D): (n * K,) int64."""
+        if key_heads not in self._places:
+            first = torch.arange(len(self._positions) * key_heads) * self.pool.capacity
+            self._places[key_heads] = first + self._positions.repeat_interleave(key_heads)
+        return self._places[key_heads]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,28 +286,30 @@ def attend(
         )
         for pool, rows, prompt in part.rows:
             pool.write_prompts(layer, rows, k[prompt], v[prompt])
-        mixed = _attend_prompts(q, k, v, scaling, sliding_window)
+        mixed = _attend_prompts(part, q, k, v, scaling, sliding_window)
         output[part.start : part.stop] = mixed.transpose(1, 2).flatten(0, 1)
     for part in layout.decoding:
         q, k, v = (tensor[:, part.start : part.stop].transpose(0, 1) for tensor in (query, key, value))
-        keys, values = part.pool.write_tokens(layer, part.place, k, v)
+        keys, values = part.pool.write_tokens(layer, part.places(key.shape[0]), k, v)
         bias = part.bias(key.shape[0], sliding_window, query.dtype)
         output[part.start : part.stop] = _attend_cache(q, keys, values, bias, scaling)
     return output
 
 
-def _attend_prompts(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+def _attend_prompts(
+    part: Prompts, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+) -> Tensor:
     """Causal attention within each prompt: (n, H, t, D), (n, K, t, D) twice -> (n, H, t, D)."""
     num_prompts, num_heads, length, _ = query.shape
     groups = num_heads // key.shape[1]
-    keys = key.repeat_interleave(groups, dim=1).flatten(0, 1).transpose(1, 2)
-    values = value.repeat_interleave(groups, dim=1).flatten(0, 1)
-    queries = query.flatten(0, 1)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    keys, values, queries = key.flatten(0, 1).transpose(1, 2), value.flatten(0, 1), query.flatten(0, 1)
     parts: list[Tensor] = []
     for start in range(0, length, QUERIES_AT_ONCE):
         stop = min(start + QUERIES_AT_ONCE, length)
-        seen = _visible(torch.arange(start, stop), stop, window)
-        scores = torch.bmm(queries[:, start:stop], keys[:, :, :stop]).mul_(scaling).masked_fill_(~seen, -torch.inf)
+        scores = torch.bmm(queries[:, start:stop], keys[:, :, :stop]).mul_(scaling)
+        scores.masked_fill_(part.hidden(start, stop, window), -torch.inf)
         parts.append(torch.bmm(scores.softmax(dim=-1), values[:, :stop]))
     return torch.cat(parts, dim=1).view(num_prompts, num_heads, length, value.shape[3])
 

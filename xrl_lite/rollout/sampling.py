@@ -13,6 +13,8 @@ from torch.nn import functional
 
 _BLOCK = 128
 """Tokens of the vocabulary whose probabilities are summed first."""
+_FEW_TOKENS = 512
+"""A vocabulary of at most this size is summed at once."""
 _GAMMA, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -56,6 +58,8 @@ def _invert_distribution(probabilities: Tensor, random: Tensor) -> Tensor:
     Sums are float64, so that rounding cannot reach a token of probability 0.
     """
     num_rows, num_tokens = probabilities.shape
+    if num_tokens <= _FEW_TOKENS:
+        return _invert_sums(probabilities.double().cumsum(dim=1), random)
     blocks = functional.pad(probabilities, (0, -num_tokens % _BLOCK)).view(num_rows, -1, _BLOCK)
     ends = blocks.sum(dim=2).double().cumsum(dim=1)
     wanted = (random * ends[:, -1]).minimum(ends[:, -1] * (1 - 1e-12)).unsqueeze(1)
@@ -65,6 +69,12 @@ def _invert_distribution(probabilities: Tensor, random: Tensor) -> Tensor:
     # the sum of the block and the sums inside it round differently: never go beyond the last token with a share
     within = (wanted - before).clamp_(min=0.0).minimum(inside[:, -1:] * (1 - 1e-12))
     return (block * _BLOCK + torch.searchsorted(inside, within, right=True)).squeeze(1).clamp_(max=num_tokens - 1)
+
+
+def _invert_sums(sums: Tensor, random: Tensor) -> Tensor:
+    whole = sums[:, -1:]
+    wanted = (random.unsqueeze(1) * whole).minimum(whole * (1 - 1e-12))
+    return torch.searchsorted(sums, wanted, right=True).squeeze(1)
 
 
 def penalise(
