@@ -118,7 +118,7 @@ def collate(rows: Sequence[Row]) -> PackedBatch:
     parents = segments.clone()
     places, layers = layout.per_token()
     for tensor, values in zip((input_ids, position_ids, segments, parents), layers, strict=True):
-        tensor.view(-1)[places] = values
+        tensor.view(-1).index_copy_(0, places, values)
     visible = segments.unsqueeze(2) == segments.unsqueeze(1)
     visible |= parents.unsqueeze(2) == segments.unsqueeze(1)
     visible &= torch.ones(length, length, dtype=torch.bool).tril()

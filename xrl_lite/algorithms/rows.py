@@ -15,9 +15,8 @@ def pad_rows(rows: Sequence[Sequence[float]], *, dtype: torch.dtype = torch.floa
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     width = int(lengths.max()) if len(rows) else 0
     inside = torch.arange(width) < lengths.unsqueeze(1)
-    padded = torch.zeros(len(rows), width, dtype=dtype)
-    padded[inside] = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
-    return padded
+    values = torch.tensor(list(chain.from_iterable(rows)), dtype=dtype)
+    return torch.zeros(len(rows), width, dtype=dtype).masked_scatter_(inside, values)
 
 
 def unpad_rows(padded: Tensor, lengths: Sequence[int]) -> list[list[float]]:

@@ -258,8 +258,9 @@ class EngineWorker(RankWorker):
             nonlocal loss_sum
             if not packed.trajectories:
                 return outputs.logprobs.sum()  # of nothing: the rank only takes part
-            rows = self._rows(update, outputs, packed, selected)
-            gaps.add(*self._both_sides(batch, outputs, packed))
+            mask = pad_rows([batch.response_masks[i] for i in packed.trajectories]).bool()
+            rows = self._rows(update, outputs, packed, mask.to(outputs.logprobs.device), selected)
+            gaps.add(*self._both_sides(batch, outputs, packed, mask))
             config = LossConfig(
                 self._algorithm.policy_loss,
                 batch=update.info,
@@ -295,9 +296,10 @@ class EngineWorker(RankWorker):
         mask = pad_rows(batch.response_masks).bool()
         return choose(old, now, pad_rows(batch.advantages), mask, self._algorithm.policy_loss, seed)
 
-    def _rows(self, update: _Update, outputs: TokenOutputs, packed: PackedBatch, selected: Tensor | None) -> LossRows:
+    def _rows(
+        self, update: _Update, outputs: TokenOutputs, packed: PackedBatch, mask: Tensor, selected: Tensor | None
+    ) -> LossRows:
         batch, order, device = update.batch, packed.trajectories, outputs.logprobs.device
-        mask = pad_rows([batch.response_masks[i] for i in order]).bool().to(device)
 
         def rows(values: list[list[float]] | None) -> Tensor | None:
             return None if values is None else pad_rows([values[i] for i in order]).to(device)
@@ -350,11 +352,10 @@ class EngineWorker(RankWorker):
         return rows_from_flat(loss(student, packed.teacher_logprobs), mask)
 
     def _both_sides(
-        self, batch: TrainBatch, outputs: TokenOutputs, packed: PackedBatch
+        self, batch: TrainBatch, outputs: TokenOutputs, packed: PackedBatch, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the same tokens by trainer and rollout engine, and whether of the same weights, (T,) each."""
         order = packed.trajectories
-        mask = pad_rows([batch.response_masks[i] for i in order]).bool()
         trainer = outputs.logprobs
         if batch.old_logprobs is not None and not self._bypass:
             trainer = pad_rows([batch.old_logprobs[i] for i in order])[mask]
