@@ -1,4 +1,4 @@
-"""The layer in programs of every form: ``-c``, a script without a main guard, the default system."""
+"""The layer in programs of every form: ``-c``, a script without a main guard, a notebook, the default system."""
 
 from __future__ import annotations
 
@@ -54,6 +54,26 @@ except OwnError as error:
 {end}
 """
 
+NOTEBOOK = """
+import ast, asyncio, inspect, sys
+
+async def run_cells():
+    for cell in sys.argv[1:]:
+        code = compile(cell, "<cell>", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if inspect.isawaitable(result := eval(code, globals())):
+            await result
+
+asyncio.run(run_cells())
+"""
+CELLS = (
+    "from xrl_lite.actors import ActorSystem\nsystem = ActorSystem(num_cpus=2)",
+    "class Scorer:\n    def score(self, text):\n        return len(text)",
+    "first = system.spawn(Scorer)\nprint(await first.score.remote('four'))",
+    "class Scorer:\n    def score(self, text):\n        return -len(text)",
+    "second = system.spawn(Scorer)\nprint(await second.score.remote('four'), await first.score.remote('four'))",
+    "await system.shutdown()",
+)
+
 LEFT_OPEN = WITH_DEFAULT.format(end="")
 SHUT_DOWN = WITH_DEFAULT.format(end="shutdown()")
 DEFAULT_NAMES = "default_system, init, shutdown"
@@ -70,9 +90,16 @@ def test_classes_of_main_work_without_ceremony(tmp_path: Path, imports: str, bod
     if form == "script":
         path = tmp_path / "program.py"
         path.write_text(program)
-        arguments = [str(path)]
+        assert output_of(str(path)) == ["4", "caught empty"]
     else:
-        arguments = ["-c", program]
+        assert output_of("-c", program) == ["4", "caught empty"]
+
+
+def test_classes_of_notebook_cells_work_also_when_a_cell_is_changed_and_run_again() -> None:
+    assert output_of("-c", NOTEBOOK, *CELLS) == ["4", "-4 4"]
+
+
+def output_of(*arguments: str) -> list[str]:
     result = subprocess.run(
         [sys.executable, "-W", "error", *arguments],
         capture_output=True,
@@ -82,6 +109,5 @@ def test_classes_of_main_work_without_ceremony(tmp_path: Path, imports: str, bod
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
         check=False,
     )
-    assert result.stdout.splitlines() == ["4", "caught empty"], result.stderr
-    assert result.stderr == ""
-    assert result.returncode == 0
+    assert (result.stderr, result.returncode) == ("", 0)
+    return result.stdout.splitlines()

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,20 @@ def test_tensors_are_writable_after_they_arrived() -> None:
         result = round_trip(tensor)
         result += 1
         assert tensor[0] == 0
+
+
+def lies_in_shared_memory(address: int) -> bool:
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:xrl-lite" in line]
+    bounds = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    return any(start <= address < end for start, end in bounds)
+
+
+def test_large_tensors_and_arrays_are_received_without_a_copy() -> None:
+    sent = {"tensor": torch.zeros(100_000), "array": np.zeros(100_000)}
+    received = round_trip(sent)
+    assert lies_in_shared_memory(received["tensor"].data_ptr())
+    assert lies_in_shared_memory(received["array"].ctypes.data)
+    assert not lies_in_shared_memory(sent["tensor"].data_ptr())
 
 
 def test_parameters_stay_parameters() -> None:
