@@ -81,6 +81,11 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
                     f"agents.{name}.max_concurrent is {agent.max_concurrent}, fewer than the {num_workers} processes "
                     f"of cpu_resources.num_workers, which share them. Raise the one or lower the other."
                 )
+        if num_workers > 1 and self.gateway.port:
+            raise ValueError(
+                f"gateway.port is {self.gateway.port}, and each of the {num_workers} processes of "
+                f"cpu_resources.num_workers has a gateway of its own. Leave the port out: each takes a free one."
+            )
         biasing = sorted({*(self.gateway.request_params or ())} - {*TRAINING_PARAMS})
         if biasing:
             raise ValueError(

@@ -162,6 +162,7 @@ class PendingTurn:
     def end(self, outcome: TurnResult | Refusal) -> None:
         """Set the outcome."""
         self.outcome = outcome
+        self.spoken = None
         self.ended.set()
         self.has_news.set()
 

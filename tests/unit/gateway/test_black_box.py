@@ -279,6 +279,14 @@ async def test_requests_of_agents_that_are_trained_do_not_choose_the_distributio
             {"agents": {"a": {"command": ["x"]}}, "gateway": {"request_params": ["temperature"]}},
             "with temperature an agent would choose the distribution",
         ),
+        (
+            {
+                "agents": {"a": {"command": ["x"]}},
+                "gateway": {"port": 8000},
+                "cpu_resources": {"num_workers": 2, "num_cpus_per_worker": 1},
+            },
+            "gateway.port is 8000, and each of the 2 processes",
+        ),
     ],
 )
 def test_settings_that_cannot_be_used(settings: dict[str, Any], message: str) -> None:
