@@ -325,6 +325,22 @@ async def test_what_does_not_stop_in_time_is_cancelled_and_not_lost() -> None:
     assert producer.replay_buffer.status("t-0") is GroupStatus.ABORTED
 
 
+async def test_what_had_ended_beside_an_attempt_that_was_cancelled_is_not_trained_on_too_late() -> None:
+    async def deaf(state: RolloutState) -> None:
+        if loop.version == 0 and state.rollout_id == 1:
+            await anyio.sleep_forever()
+
+    loop = Scripted(deaf)
+    producer = make_producer(
+        loop, **over_sampling(1.0, max_staleness=0), pause_timeout_s=0.02, abort_interval_s=0.01, num_rows=3
+    )
+    await produce(producer, 1, step=1)
+    loop.version = 1
+    producer.continue_produce(1)
+    (group,) = await produce(producer, 1, step=2)
+    assert [state.response_model_steps for state in group.states] == [[1], [1]]
+
+
 async def test_an_attempt_of_several_trajectories_that_was_cut_short_is_run_again_as_one() -> None:
     requests = Requests()
 

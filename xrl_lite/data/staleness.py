@@ -12,11 +12,10 @@ from xrl_lite.data.rollout_state import (
     RolloutState,
     Status,
     calculate_seq_staleness,
-    get_group_status,
     reset_rollout_response,
 )
 
-_CAN_EXPIRE = (Status.COMPLETED, Status.ABORTED, Status.EXPIRED)
+_NEVER_TRAINED = (Status.FAILED, Status.FILTERED)
 _REQUIRED = "message"
 
 
@@ -66,10 +65,10 @@ def expire_stale_states(
     """Mark what is too old as EXPIRED and return whether anything is.
 
     A state expires if it did before, if its oldest token has reached `stale_threshold`, or if the token bound masks
-    all of it.
+    all of it. FAILED and FILTERED ones are not trained on, so their age decides nothing.
 
     Args:
-        group: Attempts at one prompt, all ended. One with a FAILED member is left as it is.
+        group: Attempts at one prompt, none of which is being worked on.
         current_train_step: Step that would train on them.
         stale_threshold: Bound on sequences; None for none.
         token_stale_threshold: Bound on tokens; None for none.
@@ -77,15 +76,16 @@ def expire_stale_states(
             whole group expires.
     """
     refresh_seq_staleness(group, current_train_step)
-    if not group or get_group_status(list(group)) not in _CAN_EXPIRE:
-        return False
     masks = calculate_group_effective_response_masks(
         group, current_train_step=current_train_step, token_stale_threshold=token_stale_threshold
     )
     expired = [
-        state.status is Status.EXPIRED
-        or (stale_threshold is not None and state.seq_staleness >= stale_threshold)
-        or (mask is not None and not any(mask))
+        state.status not in _NEVER_TRAINED
+        and (
+            state.status is Status.EXPIRED
+            or (stale_threshold is not None and state.seq_staleness >= stale_threshold)
+            or (mask is not None and not any(mask))
+        )
         for state, mask in zip(group, masks, strict=True)
     ]
     for state, is_expired in zip(group, expired, strict=True):

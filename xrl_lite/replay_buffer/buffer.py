@@ -313,8 +313,10 @@ class ReplayBuffer:
             self._release(group)
             with self.table.changing(group):
                 group.status = GroupStatus.ABORTED
+                group.measure()  # attempts that ended before it was given up are kept, and grow old
             group.last_event = f"given back by {lease.worker}"
-            self.events.record("given_back", group=group.uid)
+            if self.events.listens:
+                self.events.record("given_back", group=group.uid, attempts=attempts_of(group.states))
             self.store.update(group)
             self._notify()
 
@@ -557,6 +559,7 @@ class ReplayBuffer:
             if group.status in (GroupStatus.PENDING, GroupStatus.RUNNING):
                 group.status = GroupStatus.ABORTED
             if group.status not in TERMINAL:
+                group.measure()  # what was not written is not there any more
                 group.global_steps = max(group.global_steps, step + 1)
                 group.last_event = "found after a restart"
             elif group.status is GroupStatus.FINISHED and self.policy.filter_metric is not None:

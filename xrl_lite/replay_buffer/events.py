@@ -8,7 +8,7 @@
     started               somebody works on it                    group, worker, step
     ended                 its attempts are made and judged        group, status, reason, attempts
     failed                its worker died, or was too late        group, reason
-    given_back            its worker gave it up                   group
+    given_back            its worker gave it up                   group, attempts
     stored                it is on the disk: now it counts        group, status
     expired               some attempts were too old              group
     dropped               groups leave untrained                  groups, reason

@@ -198,13 +198,14 @@ class TaskPools:
     ) -> Status:
         if step is not None:
             refresh_seq_staleness(items, step)
-            expire_stale_states(
-                items,
-                current_train_step=step,
-                stale_threshold=threshold,
-                token_stale_threshold=token_threshold,
-                retryable=retryable,
-            )
+            if get_group_status(list(items)) in _CAN_EXPIRE:
+                expire_stale_states(
+                    items,
+                    current_train_step=step,
+                    stale_threshold=threshold,
+                    token_stale_threshold=token_threshold,
+                    retryable=retryable,
+                )
         return get_group_status(list(items))
 
     async def _move(self, uid: str, items: Sequence[RolloutState], status: Status) -> None:

@@ -188,6 +188,8 @@ class RecordedGroups(GroupTasks):
             assert due is not None, "it is this group's turn"
             if due["event"] == "failed":
                 buffer.revoke(group.uid, due["reason"])
+            if due["event"] == "given_back":
+                group.states = states_of(due["attempts"], group.states)
             if due["event"] != "ended":
                 return
             states = states_of(due["attempts"], group.states)

@@ -179,6 +179,35 @@ async def test_refreshing_looks_at_the_statuses_it_is_told(pools: TaskPools) -> 
     assert await pools.count("a", EXPIRED) == 2
 
 
+@pytest.mark.parametrize("retryable", [True, False])
+async def test_a_failed_sibling_keeps_nobody_young(retryable: bool, buffer: ReplayBuffer, pools: TaskPools) -> None:
+    await buffer.admit("g", global_steps=1, task_name="a")
+    await buffer.finish(buffer.start("g"), [state(1, [1]), state(2, [3]), state(3, status=FAILED)])
+    expired = await pools.refresh_staleness(
+        current_train_step=4, task_stale_thresholds={"a": 2}, expired_groups_retryable_by_task={"a": retryable}
+    )
+    assert expired == {"a": 1}
+    assert buffer.count("train", GroupStatus.FINISHED) == 0
+    if retryable:
+        ((old, fresh, failed),) = await pools.get(1, "a", EXPIRED)
+        assert [member.status for member in (old, fresh, failed)] == [EXPIRED, COMPLETED, FAILED]
+
+
+async def test_the_age_of_what_failed_decides_nothing(buffer: ReplayBuffer, pools: TaskPools) -> None:
+    await buffer.admit("g", global_steps=1, task_name="a")
+    await buffer.finish(buffer.start("g"), [state(1, [3]), state(2, [1], status=FAILED)])
+    assert await pools.refresh_staleness(current_train_step=4, task_stale_thresholds={"a": 2}) == {"a": 0}
+    assert buffer.status("g") is GroupStatus.FINISHED
+
+
+async def test_what_had_ended_in_a_group_that_was_given_back_grows_old(pools: TaskPools, buffer: ReplayBuffer) -> None:
+    states = [state(1, [1]), state(2, status=Status.INIT)]
+    await buffer.admit("g", global_steps=1, task_name="a", states=states)
+    buffer.put_back(buffer.start("g"))
+    assert await pools.refresh_staleness(current_train_step=4, task_stale_thresholds={"a": 2}) == {"a": 1}
+    assert [member.response_ids for member in states] == [[], []]
+
+
 async def test_fifo_gives_back_in_order(pools: TaskPools) -> None:
     await pools.put([state(1, [5]), state(2, [5])], "a")
     await pools.put([state(3, [1])], "a")
