@@ -37,7 +37,7 @@ LIGHT = (
 )
 LAZY = LIGHT[1:]
 NOT_FOR_SETTINGS = (
-    *("numpy", "httpx", "rich", "starlette", "uvloop", "cloudpickle", "sqlite3", "isal"),
+    *("numpy", "httpx", "rich", "starlette", "asyncio", "uvloop", "cloudpickle", "sqlite3", "isal"),
     *("xrl_lite.actors.system", "xrl_lite.judger.native", "xrl_lite.replay_buffer.buffer", "xrl_lite.tools.toolbox"),
     *("xrl_lite.agent_loop.manager", "xrl_lite.trainer.base", "xrl_lite.rollout.controller"),
 )
@@ -77,8 +77,7 @@ def test_no_public_name_loads_anything_heavy(name: str) -> None:
 
 
 def test_importing_actors_loads_only_what_is_used() -> None:
-    unused = ("asyncio", "cloudpickle", "xrl_lite.actors.system")
-    assert loaded_by("import xrl_lite.actors", (*HEAVY, *NOT_FOR_SETTINGS, *unused)) == []
+    assert loaded_by("import xrl_lite.actors", (*HEAVY, *NOT_FOR_SETTINGS)) == []
     unused = ("pydantic", "anyio", "importlib.metadata")
     assert loaded_by("from xrl_lite.actors import ActorSystem", (*HEAVY, "numpy", "httpx", "rich", *unused)) == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from xrl_lite.actors import now
+from xrl_lite import actors
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
 from xrl_lite.data import RolloutState, Status
 
@@ -42,13 +42,13 @@ class SingleTurnAgentLoop(AgentLoop):
     """
 
     async def generate_sample(self, rollout_state: RolloutState) -> RolloutState:
-        started = now()
+        started = actors.now()
         state = await self.rollout_ctl.generate(rollout_state)
-        generated = now()
+        generated = actors.now()
         if self.judger is not None and not self.enable_batch_judge and state.status is Status.COMPLETED:
             state = await self.run_judger(state)
         state.extra_fields["timing"] = {
             "generate_s": generated - started,
-            "judge_s": now() - generated,
+            "judge_s": actors.now() - generated,
         }
         return state

@@ -19,13 +19,12 @@ import re
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, ClassVar, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
 import anyio
 
 from xrl_lite.data.rollout_state import RolloutState, Status
 from xrl_lite.errors import ActorUnavailableError, JudgerError
-from xrl_lite.judger.gate import Gate
 from xrl_lite.judger.ledger import Ledger, Statistics
 from xrl_lite.judger.outcome import (
     Judgement,
@@ -41,6 +40,9 @@ from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.reward_check import check_reward
 from xrl_lite.judger.stopwatch import Stopwatch, execution_starts
 from xrl_lite.judger.whereabouts import name_dynamic_code
+
+if TYPE_CHECKING:
+    from xrl_lite.judger.gate import Gate
 
 JudgerPayload: TypeAlias = dict[str, Any]
 JudgerPayloadBatch: TypeAlias = JudgerPayload | list[JudgerPayload]
