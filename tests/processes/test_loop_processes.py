@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from xrl_lite.actors import (
     clear_cpu_resource_manager,
     set_cpu_resource_manager,
 )
-from xrl_lite.agent_loop import AgentsConfig
-from xrl_lite.agent_loop.remote import RemoteAgentLoop, RouterAgentLoop
+from xrl_lite.agent_loop import AgentsConfig, SingleTurnAgentLoopConfig
+from xrl_lite.agent_loop.remote import LoopHost, RemoteAgentLoop, RouterAgentLoop
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.errors import ActorDiedError, RolloutError
@@ -170,6 +171,80 @@ async def test_what_an_agent_gives_up_is_withdrawn_while_its_group_goes_on(
     assert [state.response_ids for state in states] == [[5], [5]]
     assert rollout.given_up.is_set()
     await loop.aclose()
+
+
+class TwiceAskedRolloutCtl(ScriptedRolloutCtl):
+    """Answers each prompt with its text, once all of them were asked for `wanted` times."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__(lambda _: [5])
+        self.wanted = wanted
+        self.asked = anyio.Event()
+        self.num_asked = self.num_cancelled = 0
+
+    async def generate(self, state: RolloutState) -> RolloutState:
+        self.num_asked += 1
+        if self.num_asked % self.wanted == 0:
+            self.asked.set()
+            self.asked = anyio.Event()
+        try:
+            while self.num_asked < 2 * self.wanted:
+                await self.asked.wait()
+        except anyio.get_cancelled_exc_class():
+            self.num_cancelled += 1
+            raise
+        state.response_ids = list(state.prompt_ids or ())
+        state.status = Status.COMPLETED
+        return state
+
+
+async def test_what_a_dead_process_asked_for_is_cancelled_and_its_groups_get_their_own_answers(
+    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    rollout = TwiceAskedRolloutCtl(wanted=4)
+    config = SingleTurnAgentLoopConfig(
+        hf_checkpoint=str(tiny_model_folder), cpu_resources=CPUResourcesConfig(num_workers=1, num_cpus_per_worker=0.1)
+    )
+    loop = config.build(rollout, None, system=system)
+    assert isinstance(loop, RemoteAgentLoop)
+    await loop.ready()
+    responses: dict[int, Any] = {}
+
+    async def run(number: int) -> None:
+        state = make_states(1)[0].model_copy(update={"prompt_ids": [number]})
+        responses[number] = (await loop.generate_group([state]))[0].response_ids
+
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as running:
+            for number in range(4):
+                running.start_soon(run, number)
+            await rollout.asked.wait()
+            assert loop.host.pid is not None
+            os.kill(loop.host.pid, signal.SIGKILL)
+    assert responses == {number: [number] for number in range(4)}
+    assert rollout.num_cancelled == 4
+    await loop.aclose()
+
+
+async def test_an_answer_to_another_process_is_dropped() -> None:
+    old, new = (LoopHost(SingleTurnAgentLoopConfig(), has_judger=False) for _ in range(2))
+    state = make_states(1)[0]
+    wrong, right = (state.model_copy(update={"response_ids": ids}) for ids in ([1], [2]))
+    finished: list[RolloutState] = []
+
+    async def run(host: LoopHost) -> None:
+        finished.extend(await host.generate_group("group", [state], None))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, old)
+        ((old_id, *_),) = await old.take("group")
+        tasks.cancel_scope.cancel()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run, new)
+        ((new_id, *_),) = await new.take("group")
+        await new.answer(old_id, wrong, None)
+        await new.answer(new_id, right, None)
+    assert [each.response_ids for each in finished] == [[2]]
 
 
 async def test_a_router_spreads_groups_and_a_dead_engine_ends_them(

@@ -10,7 +10,8 @@
                     <- the finished states
 
 Each group has its own line of requests, so a group that is cancelled takes its requests along. A process that dies is
-replaced and its groups are begun anew, once; a group whose process dies again has failed.
+replaced and its groups are begun anew, once; a group whose process dies again has failed. What the dead one asked for
+is cancelled, and answers to it are dropped.
 
 Waits for    the loop there; requests it makes meanwhile; what they ask for
 Is woken by  its end, which ends the waiting for requests
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -50,7 +51,13 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 Asked = Literal["generate", "judge", "batch_judge", "withdraw"]
-"""What is asked for; withdraw ends the request of the same number."""
+"""What is asked for; withdraw ends the request of the same id."""
+
+RequestId = tuple[str, int]
+"""The process that asks (a new one has a new name), and a number that counts up in it."""
+
+Request = tuple[RequestId, Asked, Any]
+"""A request: id, what is asked for, and for which states."""
 
 PRELOAD = (
     "xrl_lite.agent_loop.remote",
@@ -70,12 +77,12 @@ _GROUP: ContextVar[str] = ContextVar("group of the request")
 class _Line:
     """Requests of one group."""
 
-    waiting: list[tuple[int, Asked, Any]] = field(default_factory=list[tuple[int, Asked, Any]])
+    waiting: list[Request] = field(default_factory=list[Request])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def add(self, number: int, what: Asked, payload: Any) -> None:
+    def add(self, request_id: RequestId, what: Asked, payload: Any) -> None:
         """Add a request, and wake up who takes them."""
-        self.waiting.append((number, what, payload))
+        self.waiting.append((request_id, what, payload))
         self.changed.set()
 
 
@@ -91,8 +98,8 @@ class LoopHost:
         load_plugins()
         self._running: set[str] = set()
         self._lines: dict[str, _Line] = {}
-        self._answers: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count()
+        self._answers: dict[RequestId, asyncio.Future[Any]] = {}
+        self._ids = zip(itertools.repeat(uuid.uuid4().hex), itertools.count(), strict=False)
         stand_in = _StandIn(self)
         self._loop = config.build_local(stand_in, stand_in if has_judger else None)
 
@@ -109,7 +116,7 @@ class LoopHost:
             self._running.discard(group)
             self._lines.pop(group, None)
 
-    async def take(self, group: str) -> list[tuple[int, Asked, Any]]:
+    async def take(self, group: str) -> list[Request]:
         """Return what a group asks for, waiting until it asks for something."""
         line = self._lines.setdefault(group, _Line())
         try:
@@ -121,9 +128,9 @@ class LoopHost:
         taken, line.waiting = line.waiting, []
         return taken
 
-    async def answer(self, number: int, value: Any, error: BaseException | None) -> None:
-        """Hand over what came of a request."""
-        future = self._answers.get(number)
+    async def answer(self, request_id: RequestId, value: Any, error: BaseException | None) -> None:
+        """Hand over what came of a request; dropped where nobody waits for it (any more)."""
+        future = self._answers.get(request_id)
         if future is None or future.done():
             return
         if error is None:
@@ -149,17 +156,17 @@ class LoopHost:
 
     async def ask(self, what: Asked, payload: Any) -> Any:
         """Ask the other side and wait for the answer; cancelling ends there what was asked for."""
-        number = next(self._numbers)
-        future = self._answers[number] = asyncio.get_running_loop().create_future()
+        request_id = next(self._ids)
+        future = self._answers[request_id] = asyncio.get_running_loop().create_future()
         line = self._lines[_GROUP.get()]
-        line.add(number, what, payload)
+        line.add(request_id, what, payload)
         try:
             return await future
         except asyncio.CancelledError:
-            line.add(number, "withdraw", None)
+            line.add(request_id, "withdraw", None)
             raise
         finally:
-            del self._answers[number]
+            del self._answers[request_id]
 
 
 class _StandIn:
@@ -246,23 +253,24 @@ class RemoteAgentLoop(AgentLoop):
             self.on_close = None
 
     async def _serve(self, group: str) -> None:
-        scopes: dict[int, anyio.CancelScope] = {}
+        scopes: dict[RequestId, anyio.CancelScope] = {}
 
-        async def answer(number: int, what: Asked, payload: Any) -> None:
-            with scopes[number]:
-                await self._answer(number, what, payload)
-            del scopes[number]
+        async def answer(request_id: RequestId, what: Asked, payload: Any) -> None:
+            with scopes[request_id]:
+                await self._answer(request_id, what, payload)
+            del scopes[request_id]
 
         async with anyio.create_task_group() as answering:
             while True:
-                for number, what, payload in await self.host.take.options(max_task_retries=1).remote(group):
+                for request_id, what, payload in await self.host.take.options(max_task_retries=1).remote(group):
+                    _cancel_others(scopes, process=request_id[0])
                     if what != "withdraw":
-                        scopes[number] = anyio.CancelScope()
-                        answering.start_soon(answer, number, what, payload)
-                    elif number in scopes:  # else it was answered meanwhile
-                        scopes[number].cancel()
+                        scopes[request_id] = anyio.CancelScope()
+                        answering.start_soon(answer, request_id, what, payload)
+                    elif request_id in scopes:  # else it was answered meanwhile
+                        scopes[request_id].cancel()
 
-    async def _answer(self, number: int, what: Asked, payload: Any) -> None:
+    async def _answer(self, request_id: RequestId, what: Asked, payload: Any) -> None:
         answer = self.host.answer.options(max_task_retries=1)
         try:
             if what == "generate":
@@ -271,9 +279,16 @@ class RemoteAgentLoop(AgentLoop):
                 assert self.judger is not None, "the host knows whether there is one"
                 value = await getattr(self.judger, what)(payload)
         except Exception as error:  # noqa: BLE001 - raised again where it was asked for
-            await answer.remote(number, None, error)
+            await answer.remote(request_id, None, error)
         else:
-            await answer.remote(number, value, None)
+            await answer.remote(request_id, value, None)
+
+
+def _cancel_others(scopes: Mapping[RequestId, anyio.CancelScope], *, process: str) -> None:
+    """Cancel what processes asked for that this one has replaced."""
+    for (asking, _), scope in scopes.items():
+        if asking != process:
+            scope.cancel()
 
 
 class RouterAgentLoop(AgentLoop):
