@@ -222,6 +222,7 @@ class Judger(BaseJudger):
             gate = self.gate
             if gate is not None and not gate.enter_now():
                 await gate.enter()
+                watch.start()
             try:
                 output = await self._start(make_payload())
             except (JudgerMisuseError, JudgerError):

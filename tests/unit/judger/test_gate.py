@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tests.unit.judger.states import make_state
 from xrl_lite.data import RolloutState
-from xrl_lite.judger import JudgerConfig, NativeJudger
+from xrl_lite.judger import Judger, JudgerConfig, NativeJudger
 from xrl_lite.judger.gate import Gate
 from xrl_lite.settings import explain
 
@@ -51,6 +51,20 @@ async def test_who_comes_when_a_judger_is_full_waits_in_order_and_without_a_payl
         judger.let_go.release()
     assert [(await task).reward for task in judging] == [{"score": 1.0}] * 4
     assert judger.made == ["a", "b", "c", "d"]
+
+
+class Plain(Judger):
+    async def judge_payload(self, payload: Any) -> dict[str, Any]:
+        await settled()
+        return {"score": 1.0}
+
+
+async def test_waiting_outside_counts_as_time_in_line() -> None:
+    judger = Plain("plain")
+    judger.gate = Gate(1)
+    first, second = await asyncio.gather(judger.judge(make_state()), judger.judge(make_state()))
+    assert first.extra_fields["judgement"]["queue_s"] == 0.0
+    assert second.extra_fields["judgement"]["queue_s"] > 0.0
 
 
 async def test_cancelled_outside_or_in_the_moment_of_entering_leaves_the_place_to_the_next() -> None:
