@@ -31,7 +31,7 @@ def log_to_stderr(*, level: int = logging.INFO) -> None:
 def logged_to(path: Path, *, level: int = logging.INFO) -> Generator[None]:
     """Write the log to a file while inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     handler.setLevel(level)
     handler.setFormatter(logging.Formatter(_FORMAT))
     root = logging.getLogger(ROOT)

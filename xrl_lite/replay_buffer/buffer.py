@@ -269,7 +269,8 @@ class ReplayBuffer:
     async def finish(self, lease: Lease, states: Sequence[RolloutState]) -> GroupStatus:
         """Hand over a group. With fewer than `min_sessions` good attempts it becomes a failure.
 
-        Returns once the attempts are on the disk, with the status that the group then has.
+        Returns once the attempts are on the disk, with the status that the group then has: a failure, too, if they
+        hold something that cannot be kept there.
 
         Raises:
             LeaseError: the lease is over; nothing was written.
@@ -641,13 +642,17 @@ class ReplayBuffer:
         with anyio.CancelScope(shield=True):
             await self.store.flush()
         await self.events.turn("stored", group=group.uid)
+        refusal = self.store.refusal(group)
         if self.table.get(group.uid) is not group:
             return status  # it was discarded meanwhile
         with self.table.changing(group):
+            if refusal is not None:
+                status, group.reason, group.states, group.num_rows = GroupStatus.FAILURE, refusal, [], 0
+                group.measure()
             group.status = status
             group.pool_key = self._pool_key(group)
         group.last_event = status.value
-        self.events.record("stored", group=group.uid, status=status.value)
+        self.events.record("stored", group=group.uid, status=status.value, reason=refusal)
         self._note_outcome(group)
         self._spill_if_full(group)
         self._notify()

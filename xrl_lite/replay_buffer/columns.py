@@ -17,9 +17,11 @@ so that a reader needs a few lines of Python::
     else:
         numbers = list(array.array(kind, body)) * times
 
-Text columns are UTF-8 compressed by zlib. What has no column of its own is JSON where that gives back the same values,
-else a pickle, told apart by the first byte (``j`` or ``p``): in `shared` what the attempts at a prompt have in common
-(its messages, for example), in `rest` the other fields (`extra_fields`, tool calls, ...).
+Text columns are UTF-8 compressed by zlib; half a surrogate pair stands in them as the three bytes that UTF-8 has no use
+for, and in the readable columns (`error`, `finish_reason`) as an escape. What has no column of its own is JSON where
+that gives back the same values, else a pickle, told apart by the first byte (``j`` or ``p``): in `shared` what the
+attempts at a prompt have in common (its messages, for example), in `rest` the other fields (`extra_fields`, tool calls,
+...).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+from xrl_lite.actors.culprit import locate
 from xrl_lite.data import RolloutState, SampleParams, Status, version_range
 
 try:
@@ -57,6 +60,7 @@ _DEFAULTS: dict[str, Callable[[], Any]] = {
     for name in (*SHARED, *_REST)
     if name != "message"
 }
+_SURROGATES = "surrogatepass"
 _TOO_SHORT = 128
 """Bytes that are not worth compressing."""
 _FLOAT32_TOPS = bytes([*range(0x38, 0x48), *range(0xB8, 0xC8)])
@@ -109,19 +113,34 @@ def unsqueeze(blob: bytes) -> bytes:
     return zlib.decompress(blob[1:]) if blob[:1] == b"z" else blob[1:]
 
 
+class NotStorableError(ValueError):
+    """A state holds something that no column can hold. The message names the sample and the field."""
+
+
 def encode_states(states: Sequence[RolloutState], *, level: int = 1) -> Iterator[Row]:
-    """Yield the columns of each state; what all attempts at a prompt share is encoded once."""
+    """Yield the columns of each state; what all attempts at a prompt share is encoded once.
+
+    Raises:
+        NotStorableError: a state cannot be encoded.
+    """
     prompt_ids: list[int] | None = None
     shared: dict[str, Any] = {}
     packed: Row = {"prompt_ids": None, "shared": _encode(shared, level)}
     for state in states:
-        if state.prompt_ids != prompt_ids:
-            prompt_ids = state.prompt_ids
-            packed["prompt_ids"] = pack(prompt_ids, level=level)
-        if (fields := _fields(state, SHARED)) != shared:
-            shared = fields
-            packed["shared"] = _encode(_plain(shared), level)
-        yield {**packed, **_encode_own(state, level)}
+        try:
+            if state.prompt_ids != prompt_ids:
+                prompt_ids = state.prompt_ids
+                packed["prompt_ids"] = pack(prompt_ids, level=level)
+            if (fields := _fields(state, SHARED)) != shared:
+                shared = fields
+                packed["shared"] = _encode(_plain(shared), level)
+            row = {**packed, **_encode_own(state, level)}
+        except Exception as error:
+            raise NotStorableError(
+                f"sample {state.rollout_id}: {_culprit(state)} cannot be kept on the disk ({error}). Leave it out, or "
+                f"put plain values in its place."
+            ) from error
+        yield row
 
 
 def _encode_own(state: RolloutState, level: int) -> Row:
@@ -130,10 +149,10 @@ def _encode_own(state: RolloutState, level: int) -> Row:
     score = reward.get("score") if reward else None
     versions = version_range(state)
     return {
-        "rollout_id": None if state.rollout_id is None else str(state.rollout_id),
+        "rollout_id": readable(state.rollout_id),
         "status": state.status.value,
-        "finish_reason": state.finish_reason,
-        "error": state.error_msg,
+        "finish_reason": readable(state.finish_reason),
+        "error": readable(state.error_msg),
         "score": float(score) if isinstance(score, int | float) else None,
         "num_prompt_tokens": len(state.prompt_ids or ()),
         "num_response_tokens": len(state.response_ids or ()),
@@ -143,10 +162,15 @@ def _encode_own(state: RolloutState, level: int) -> Row:
         "logprobs": pack(state.logprobs, level=level),
         "response_mask": pack(state.response_mask, level=level),
         "response_model_steps": pack(state.response_model_steps, level=level),
-        "response": None if state.response is None else _deflate(state.response.encode(), level),
+        "response": None if state.response is None else _deflate(state.response.encode("utf-8", _SURROGATES), level),
         "reward": None if reward is None else _encode(reward, level),
         "rest": _encode(_fields(state, _REST), level),
     }
+
+
+def readable(value: object) -> str | None:
+    """Return a value as text that SQLite takes, whatever is in it; None stays None."""
+    return None if value is None else str(value).encode("utf-8", "backslashreplace").decode()
 
 
 def decode_state(row: Row) -> RolloutState:
@@ -161,11 +185,31 @@ def decode_state(row: Row) -> RolloutState:
         "status": Status(row["status"]),
         "finish_reason": row["finish_reason"],
         "error_msg": row["error"],
-        "response": None if row["response"] is None else zlib.decompress(row["response"]).decode(),
+        "response": None if row["response"] is None else zlib.decompress(row["response"]).decode("utf-8", _SURROGATES),
         "reward": None if row["reward"] is None else _decode(row["reward"]),
     }
     # what was a state is one: nothing is validated again
     return RolloutState.model_construct(None, **fields)
+
+
+def _culprit(state: RolloutState) -> str:
+    """Name the part of a state that cannot be encoded."""
+    for name, value in state.__dict__.items():
+        if name in NUMBERS:
+            if not _succeeds(pack, value):
+                return name
+        elif not _succeeds(_encode, value):
+            path, _ = locate(value, name, partial(_succeeds, _encode))
+            return path
+    return "one of its fields" if isinstance(state.response, str | None) else "response"
+
+
+def _succeeds(encode: Callable[..., object], value: object) -> bool:
+    try:
+        encode(value, level=0)
+    except Exception:  # noqa: BLE001 whatever a user's __reduce__ raises means no
+        return False
+    return True
 
 
 def _fields(state: RolloutState, names: Sequence[str]) -> dict[str, Any]:

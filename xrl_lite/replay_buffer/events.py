@@ -9,7 +9,7 @@
     ended                 its attempts are made and judged        group, status, reason, attempts
     failed                its worker died, or was too late        group, reason
     given_back            its worker gave it up                   group, attempts
-    stored                it is on the disk: now it counts        group, status
+    stored                it is on the disk: now it counts        group, status, reason (it could not be kept)
     expired               some attempts were too old              group
     dropped               groups leave untrained                  groups, reason
     sampled               a step takes groups                     step, groups

@@ -66,7 +66,7 @@ import anyio.to_thread
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import StorageError
 from xrl_lite.log import get_logger
-from xrl_lite.replay_buffer.columns import NUMBERS, decode_state, encode_states
+from xrl_lite.replay_buffer.columns import NUMBERS, NotStorableError, decode_state, encode_states, readable
 from xrl_lite.replay_buffer.groups import GroupStatus, PromptGroup
 from xrl_lite.replay_buffer.store import IN_PROGRESS, StoredGroups
 
@@ -111,6 +111,7 @@ _INSERT_STATE = (
     f"INSERT OR REPLACE INTO trajectories (id, {', '.join(_STATE_COLUMNS)}) "
     f"VALUES (:id, {', '.join(f':{name}' for name in _STATE_COLUMNS)})"
 )
+_REFUSE = "UPDATE groups SET status=?, reason=?, num_rows=0 WHERE ordinal=?"
 _GROUP_COLUMNS = (
     "ordinal, uid, partition_id, task_name, row, global_steps, status, reason, num_rows, num_tokens, min_version, "
     "max_version"
@@ -141,6 +142,7 @@ class SQLiteStore:
         self._flush_timeout_s = flush_timeout_s
         self._queue: queue.SimpleQueue[Operation | _Flush | None] = queue.SimpleQueue()
         self._failure: BaseException | None = None
+        self._refused: dict[int, str] = {}
         self._reading = threading.Lock()
         try:
             self._writer = _connect(path)
@@ -172,7 +174,7 @@ class SQLiteStore:
 
     def update(self, group: PromptGroup) -> None:
         values = (
-            *(group.status.value, group.reason, group.global_steps, group.num_rows, group.num_tokens),
+            *(group.status.value, readable(group.reason), group.global_steps, group.num_rows, group.num_tokens),
             *(group.min_version, group.max_version, time.time(), group.ordinal),
         )
         statement = (
@@ -183,16 +185,22 @@ class SQLiteStore:
 
     def write_states(self, group: PromptGroup) -> None:
         self.update(group)
-        ordinal, states = group.ordinal, group.states
+        ordinal, uid, states = group.ordinal, group.uid, group.states
 
         def write(connection: sqlite3.Connection) -> None:
             first = ordinal << _PLACES
             connection.execute("DELETE FROM trajectories WHERE id >= ? AND id < ?", (first, first + (1 << _PLACES)))
             connection.execute("DELETE FROM prompts WHERE ordinal = ?", (ordinal,))
-            connection.executemany(
-                _INSERT_STATE,
-                ({"id": first + place, **row} for place, row in enumerate(encode_states(states, level=self._level))),
-            )
+            try:
+                rows = [
+                    {"id": first + place, **row} for place, row in enumerate(encode_states(states, level=self._level))
+                ]
+            except NotStorableError as error:
+                logger.warning("group %s is lost: %s", uid, error)
+                self._refused[ordinal] = reason = str(error)
+                connection.execute(_REFUSE, (GroupStatus.FAILURE.value, readable(reason), ordinal))
+            else:
+                connection.executemany(_INSERT_STATE, rows)
 
         self._queue.put(write)
 
@@ -229,6 +237,9 @@ class SQLiteStore:
                 f"Nothing could be written to {self.path} for {self._flush_timeout_s:g} s. Is the disk very slow, or "
                 f"does another program hold a lock on the file?"
             ) from error
+
+    def refusal(self, group: PromptGroup) -> str | None:
+        return self._refused.pop(group.ordinal, None)
 
     async def load_states(self, groups: Sequence[PromptGroup]) -> list[list[RolloutState]]:
         await self.flush()
@@ -287,7 +298,7 @@ class SQLiteStore:
 
     def _end(self, groups: Sequence[PromptGroup], status: str, reason: str, step: int) -> None:
         now = time.time()
-        rows = [(status, reason or group.reason, step, now, group.ordinal) for group in groups]
+        rows = [(status, readable(reason or group.reason), step, now, group.ordinal) for group in groups]
 
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany("UPDATE groups SET status=?, reason=?, step=?, updated_at=? WHERE ordinal=?", rows)
@@ -308,10 +319,9 @@ class SQLiteStore:
     def _failure_as_error(self) -> StorageError | None:
         if self._failure is None:
             return None
-        error = StorageError(
-            f"What was generated cannot be written to {self.path}: {self._failure}. Free some space, then go on with "
-            f"checkpoint.resume=auto."
-        )
+        is_of_the_disk = isinstance(self._failure, sqlite3.OperationalError | OSError)
+        advice = " Free some space, then go on with checkpoint.resume=auto." if is_of_the_disk else ""
+        error = StorageError(f"What was generated cannot be written to {self.path}: {self._failure}.{advice}")
         error.__cause__ = self._failure
         return error
 

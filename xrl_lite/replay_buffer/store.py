@@ -65,6 +65,13 @@ class GroupStore(Protocol):
         """
         ...
 
+    def refusal(self, group: PromptGroup) -> str | None:
+        """Return why the attempts of a group could not be kept, once; None if they are. Known after `flush`.
+
+        The group is a failure on the disk then: one bad sample must not end the run.
+        """
+        ...
+
     async def load_states(self, groups: Sequence[PromptGroup]) -> list[list[RolloutState]]:
         """Return the attempts of groups."""
         ...
@@ -102,6 +109,8 @@ class MemoryStore:
     def forget(self, step: int) -> None: ...
 
     async def flush(self) -> None: ...
+
+    def refusal(self, group: PromptGroup) -> str | None: ...
 
     async def load_states(self, groups: Sequence[PromptGroup]) -> list[list[RolloutState]]:
         return [group.states for group in groups]

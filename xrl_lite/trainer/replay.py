@@ -334,18 +334,26 @@ class RecordedSampler:
 
 
 class RecordedStore(MemoryStore):
-    """Finds what the recorded run found when it began.
+    """Finds what the recorded run found when it began, and keeps what could be kept then.
 
     Args:
-        restored: The event that says so.
+        script: The record.
+        restored: The event that says what was found; None if it is not in the record.
         earlier: What happened before: how the groups ended that were found.
     """
 
-    def __init__(self, restored: Event, earlier: Sequence[Event]) -> None:
+    def __init__(self, script: Script, restored: Event | None, earlier: Sequence[Event]) -> None:
+        self._script = script
         self._restored = restored
         self._attempts = {event["group"]: event["attempts"] for event in earlier if event["event"] == "ended"}
 
+    def refusal(self, group: PromptGroup) -> str | None:
+        due = self._script.due
+        return due.get("reason") if due and due["event"] == "stored" else None
+
     async def rewind(self, step: int, *, keep_newer: bool) -> StoredGroups:
+        if self._restored is None:
+            return StoredGroups()
         groups = [self._group(ordinal, found) for ordinal, found in enumerate(self._restored["groups"])]
         return StoredGroups(groups=groups, next_ordinal=len(groups), notes=self._restored["notes"])
 
@@ -494,7 +502,7 @@ def _trainer(
         settings.replay_buffer,
         trainer_mode=settings.trainer.trainer.layout,
         trainer_config=settings.trainer.trainer,
-        store=RecordedStore(restored, recorded[:began]) if restored else None,
+        store=RecordedStore(script, restored, recorded[:began]),
         max_failed_groups=settings.limits.max_failed_groups,
         events=script,
     )

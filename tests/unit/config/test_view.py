@@ -81,6 +81,13 @@ def test_attempts_come_in_the_order_that_is_asked_for(run: Path, capsys: pytest.
     assert answers("--order", "worst", "--num-shown", 2) == ["40", "50"]
 
 
+def test_what_no_terminal_can_show_is_escaped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder(run)
+    folder.write_rollouts(4, [rollout_record(attempt(9, 9, 1.0).model_copy(update={"response": "half \ud83d"}))])
+    folder.close()
+    assert r"half \ud83d" in shown(capsys, run, "--step", 4)
+
+
 @pytest.mark.parametrize("name", ["3", "sums-3"])
 def test_a_group_is_found_in_whatever_step_it_was(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(capsys, run, "--group", name)

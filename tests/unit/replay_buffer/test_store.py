@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import zlib
 from array import array
 from collections.abc import AsyncIterator
@@ -23,6 +25,9 @@ from xrl_lite.data import RolloutFunctionCall, RolloutState, RolloutToolCall, St
 from xrl_lite.errors import StorageError
 from xrl_lite.replay_buffer import GroupStatus, ReplayBuffer, ReplayBufferConfig, SQLiteStore, build_replay_buffer
 from xrl_lite.replay_buffer.columns import decode_state, encode_states, pack, unpack
+
+HALF = "\ud83d"
+"""Half of a surrogate pair: what json.loads makes of a torn emoji, and UTF-8 refuses."""
 
 
 def open_buffer(folder: Path, **config: Any) -> ReplayBuffer:
@@ -108,6 +113,8 @@ def test_the_documented_way_to_read_a_column_works() -> None:
         make_state(tool_calls=[RolloutToolCall(id="1", function=RolloutFunctionCall(name="f", arguments={"x": 1}))]),
         RolloutState(message=[{"role": "user", "content": "x"}], status=Status.FAILED),
         make_state(input_ids=[1, 2], labels=[-100, 2], session_id="s", data_source={"a": 1.0}, seq_staleness=3),
+        make_state(response=f"half {HALF}", reward={"pred": HALF}, extra_fields={HALF: [HALF, (HALF, "\ude00")]}),
+        make_state(message=[{"role": "user", "content": HALF}]),
     ],
 )
 def test_a_state_comes_back_as_it_was(state: RolloutState) -> None:
@@ -308,11 +315,48 @@ async def test_many_old_groups_are_deleted_in_portions(tmp_path: Path) -> None:
     await buffer.close()
 
 
+async def test_half_a_surrogate_pair_in_an_error_costs_nothing(tmp_path: Path, buffer: ReplayBuffer) -> None:
+    bad = make_state(status=Status.FAILED, error_msg=f"no number: {HALF}", finish_reason=HALF, rollout_id=HALF)
+    await add(buffer, 0, 1, finish=False)
+    assert await buffer.finish(buffer.start("g0"), [make_state(), bad]) is GroupStatus.FINISHED
+    assert await buffer.finish(buffer.start("g1"), [bad]) is GroupStatus.FAILURE
+    assert query(tmp_path, "SELECT reason FROM groups WHERE uid = 'g1'") == [(r"no number: \ud83d",)]
+    ((_, again),) = await buffer.store.load_states([buffer.table.get("g0")])  # type: ignore[list-item]
+    assert (again.error_msg, again.rollout_id) == (r"no number: \ud83d", HALF)
+
+
+@pytest.mark.parametrize(
+    ("fields", "culprit"),
+    [
+        ({"extra_fields": {"client": threading.Lock()}}, r"extra_fields\['client'\]"),
+        ({"reward": {"score": 1.0, "parts": [threading.Lock()]}}, r"reward\['parts'\]\[0\]"),
+        ({"response_mask": [1, None]}, "response_mask"),
+        ({"response": 7}, "response"),
+    ],
+)
+async def test_what_cannot_be_kept_costs_its_group_and_not_the_run(
+    fields: dict[str, Any], culprit: str, tmp_path: Path, buffer: ReplayBuffer
+) -> None:
+    bad = make_state(rollout_id=5)
+    for name, value in fields.items():
+        setattr(bad, name, value)
+    await add(buffer, 0, finish=False)
+    assert await buffer.finish(buffer.start("g0"), [make_state(), bad]) is GroupStatus.FAILURE
+    assert re.match(rf"sample 5: {culprit} cannot be kept on the disk \(.*\)", buffer.reason("g0"))
+    assert query(tmp_path, "SELECT status, num_rows, reason FROM groups") == [("failure", 0, buffer.reason("g0"))]
+    await add(buffer, 1)
+    buffer.evict_unusable(1, "train")
+    groups, _ = await buffer.sample(1, "train", 1)
+    assert [group.uid for group in groups] == ["g1"]
+
+
 async def test_a_store_that_cannot_write_says_why_to_everybody(tmp_path: Path) -> None:
     buffer = open_buffer(tmp_path)
     await add(buffer, 0)
     buffer.store.admit([buffer.table.get("g0")], {})  # type: ignore[list-item]
-    with pytest.raises(StorageError, match=r"cannot be written to .*buffer.sqlite: UNIQUE constraint failed"):
+    with pytest.raises(
+        StorageError, match=r"cannot be written to .*buffer.sqlite: UNIQUE constraint failed: [\w., ]+\.$"
+    ):
         await buffer.flush()
     await buffer.admit("g9", global_steps=1)
     with pytest.raises(StorageError, match="UNIQUE"):
