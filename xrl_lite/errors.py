@@ -80,6 +80,9 @@ class ActorTaskError(ActorError):
 class ActorTimeoutError(ActorError, TimeoutError):
     """The call ran longer than its limit and was ended."""
 
+    is_loop_blocked = False
+    """Whether an async method blocked the event loop of the actor at that time: this one, or another beside it."""
+
 
 class ActorDiedError(ActorError):
     """The actor's process died while the call was running."""

@@ -105,7 +105,7 @@ CULPRITS = {
 
 
 async def test_f2_every_culprit_ends_in_its_outcome_and_the_others_are_scored(system: ActorSystem) -> None:
-    async with config(workers=2, request_timeout=1.0).build(system) as judger:
+    async with config(workers=2, request_timeout=2.0).build(system) as judger:
         responses = [response for culprit in CULPRITS for response in (culprit, "fine", "fine")]
         states = await judge_all(judger, responses)
         assert {state.response: outcome(state) for state in states if state.response != "fine"} == CULPRITS
@@ -205,6 +205,19 @@ async def test_short_judgements_travel_together_and_a_culprit_among_them_travels
         outcomes = [outcome(state) for state in states]
         assert outcomes == ["ok"] * 100 + [CULPRITS[culprit]] + ["raised"] * 10 + ["ok"] * 100
         assert f"ValueError: no such unit (at {bodies.__file__}:" in str(states[105].error_msg)
+
+
+@pytest.mark.parametrize(("culprit", "ending"), [("_exit", "crashed"), ("endless", "timeout")])
+async def test_a_culprit_among_judgements_that_wait_side_by_side_ends_alone(
+    system: ActorSystem, culprit: str, ending: str
+) -> None:
+    settings = config(reward_handler=bodies.wild_and_waiting, request_timeout=2.0, max_initial_failures=0)
+    async with settings.build(system) as judger:
+        states = await judge_all(judger, ["fine"] * 20 + [culprit] + ["fine"] * 19)
+        assert [outcome(state) for state in states] == ["ok"] * 20 + [ending] + ["ok"] * 19
+        again = await judge_all(judger, ["fine"] * 40)
+        assert [outcome(state) for state in again] == ["ok"] * 40
+        assert judger.statistics()["wild"]["poisoned"] == (ending == "crashed")
 
 
 @pytest.mark.parametrize("workers", [1, 3])

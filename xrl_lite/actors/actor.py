@@ -147,15 +147,25 @@ class CallCounts(Counter[str]):
 ENDINGS = ("ok", "raised", "timeout", "cancelled", "died", "unavailable", "retried")
 
 
-def timeout_error(spec: ActorSpec, call: Call, stack: str = "") -> ActorTimeoutError:
-    """The error of a call that ran longer than its limit. `stack` is what ``faulthandler`` wrote about it."""
+def timeout_error(spec: ActorSpec, call: Call, stack: str = "", *, silent_s: float = 0.0) -> ActorTimeoutError:
+    """The error of a call that ran longer than its limit.
+
+    Args:
+        spec: Of the actor.
+        call: The call.
+        stack: What ``faulthandler`` wrote about it.
+        silent_s: Seconds for which the event loop of the actor has not turned, where it ought to have.
+    """
     frames = [line.strip() for line in stack.splitlines() if line.strip().startswith("File ")]
     own = list(itertools.takewhile(lambda line: _OUR_FRAME not in line, frames))
     doing = "\nIt was here (innermost first):\n" + "\n".join(f"  {line}" for line in own) if own else ""
-    return ActorTimeoutError(
+    blocked = f"\nIts event loop has not turned for {silent_s:.1f} s: an async method blocks it." if silent_s else ""
+    error = ActorTimeoutError(
         f"{call.method}() of actor {spec.name!r} ran longer than its limit of {call.timeout_s:g} s and was ended. "
-        f"Raise timeout_s if the work is honest, or look at what it waits for.{doing}"
+        f"Raise timeout_s if the work is honest, or look at what it waits for.{blocked}{doing}"
     )
+    error.is_loop_blocked = bool(silent_s)
+    return error
 
 
 def died_error(spec: ActorSpec, how: str, *, running: str = "", log: str = "", tail: str = "") -> ActorDiedError:

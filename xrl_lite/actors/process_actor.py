@@ -46,7 +46,7 @@ from xrl_lite.actors.link import Link
 from xrl_lite.actors.logs import ActorLog
 from xrl_lite.actors.machine import private_bytes
 from xrl_lite.actors.restart import RestartBudget
-from xrl_lite.actors.slots import MethodKind
+from xrl_lite.actors.slots import HEARTBEAT_S, MethodKind
 from xrl_lite.actors.wire import Frame, Kind
 from xrl_lite.actors.zygote import DUMP_SIGNAL, INTERRUPT_SIGNAL, THREAD_VARIABLES, ForkRequest
 from xrl_lite.errors import ActorDiedError
@@ -64,6 +64,7 @@ _MEMORY_EVERY_S = 0.05
 _EXIT_WITHIN_S = 2.0
 _KILL_WITHIN_S = 5.0
 _DUMP_S = 0.02
+_BEATS_MISSED_S = 1.5 * HEARTBEAT_S
 _RELAY_EVERY_S = 0.5
 
 _tokens = itertools.count(1)
@@ -407,7 +408,9 @@ class ProcessActor:
         if call.method is CONSTRUCTOR:
             self._constructor_failed(child, lambda: timeout_error(self._spec, call, stack))
             return
-        self._desk.expire(call, timeout_error(self._spec, call, stack))
+        silent_s = self._silent_s(child)
+        error = timeout_error(self._spec, call, stack, silent_s=silent_s if silent_s > _BEATS_MISSED_S else 0.0)
+        self._desk.expire(call, error)
         self._end_running(child, call, f"{call.method}() ran longer than {call.timeout_s:g} s")
 
     def _cancel(self, call: Call, holds: bool) -> None:
@@ -538,11 +541,18 @@ class ProcessActor:
         self._watchers["memory"] = self._hub.loop.call_later(_MEMORY_EVERY_S, self._watch_memory, child, limit)
 
     def _watch_heartbeat(self, child: Child) -> None:
-        limit_s, beat_ns = self._heartbeat_timeout_s, child.page.heartbeat_ns
-        silent_s = (time.monotonic_ns() - beat_ns) / 1e9 if beat_ns else 0.0
-        # a sync method may hold the interpreter lock for long (a regular expression): that is no blocked loop
-        runs_sync = any(child.page.kind(call.slot) is MethodKind.SYNC for call in self._desk.running_calls())
-        if silent_s > limit_s and not runs_sync:
+        limit_s, silent_s = self._heartbeat_timeout_s, self._silent_s(child)
+        if silent_s > limit_s:
             child.kill(f"its event loop has not turned for {silent_s:.0f} s, so an async method blocks it")
             return
         self._watchers["heartbeat"] = self._hub.loop.call_later(limit_s / 4, self._watch_heartbeat, child)
+
+    def _silent_s(self, child: Child) -> float:
+        """Seconds for which the child's event loop has not turned; 0 where it has none, or may have been kept from it.
+
+        A sync method may hold the interpreter lock for long (a regular expression): that is no blocked loop.
+        """
+        beat_ns = child.page.heartbeat_ns
+        if not beat_ns or any(child.page.kind(call.slot) is MethodKind.SYNC for call in self._desk.running_calls()):
+            return 0.0
+        return (time.monotonic_ns() - beat_ns) / 1e9

@@ -17,6 +17,9 @@ import os
 import time
 from enum import IntEnum
 
+HEARTBEAT_S = 0.5
+"""Seconds from one heartbeat of a child's event loop to the next."""
+
 _WORDS_PER_SLOT = 2
 _KIND_BITS = 2
 _BYTES_PER_WORD = 8

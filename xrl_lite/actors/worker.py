@@ -30,12 +30,10 @@ from typing import Any, NoReturn
 
 from xrl_lite.actors.failure import describe, pack_failure, unsendable
 from xrl_lite.actors.payload import Packed, pack, unpack
-from xrl_lite.actors.slots import MethodKind, SlotPage
+from xrl_lite.actors.slots import HEARTBEAT_S, MethodKind, SlotPage
 from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
 from xrl_lite.actors.zygote import INTERRUPT_SIGNAL
 from xrl_lite.errors import PayloadError
-
-HEARTBEAT_S = 0.5
 
 Outcome = tuple[Kind, Packed]
 

@@ -5,6 +5,10 @@ wait takes some of them along, as many as are expected to take a fiftieth of a s
 short limit of its own; when it fails in any way, everybody on board travels again, alone and with the full limit. So
 each judgement ends as it would have without company. While journeys are that short, a worker is sent the next one
 before it is back from the last.
+
+A worker that runs many judgements at a time takes them all along when it dies, or when one of them blocks its event
+loop until all are over their limit. Whoever was there when it happened is sent once more, with a worker for itself. So
+what ends a worker then is the culprit, and nobody else pays.
 """
 
 from __future__ import annotations
@@ -45,8 +49,11 @@ class Worker(Protocol):
     can_take_many: bool
     """Whether `send_many` works."""
 
+    runs_many: bool
+    """Whether judgements run in it side by side, so that one may be the end of others."""
+
     async def send(self, payload: Any, *, num_deaths: int = 0) -> Any:
-        """Score one payload, or a list that is one batch for the judger."""
+        """Score one payload, or a list that is one batch for the judger; `num_deaths` workers died of it before."""
         ...
 
     async def send_many(self, payloads: Sequence[Any], *, limit_s: float) -> list[Item]:
@@ -86,13 +93,22 @@ class Dispatcher:
         """
         if self.quarantine.holds_any:
             self.quarantine.check(payload)
+        is_suspect = False
         while True:
-            place = await self._slots.acquire(None if isinstance(payload, list) else payload)
+            place = await self._slots.acquire(None if isinstance(payload, list) else payload, whole=is_suspect)
             if not isinstance(place, Lead):
                 return _unwrap(place)
             execution_starts()
             try:
                 return await self._use(place, payload)
+            except (ActorDiedError, ActorTimeoutError) as error:
+                if is_suspect or not (self._workers[place.index].runs_many and _is_end_of_all(error)):
+                    # one that died has been sent until it had ended as many as it may
+                    num_ended = 1 if isinstance(error, ActorTimeoutError) else MAX_ENDED
+                    self.quarantine.note(payload, error, num_ended=num_ended)
+                    raise
+                is_suspect = True
+                logger.info("judger %r: a payload gets a worker for itself after %r", self._judger, error)
             except ActorUnavailableError as error:
                 logger.error("judger %r: worker %d is not used any more: %s", self._judger, place.index, error)  # noqa: TRY400 - the message holds the cause
                 self._slots.retire(place.index, no_worker_left(self._judger, error))
@@ -101,7 +117,7 @@ class Dispatcher:
 
     async def _use(self, place: Lead, payload: Any) -> Any:
         worker = self._workers[place.index]
-        num_deaths = place.num_deaths
+        num_deaths = MAX_ENDED - 1 if worker.runs_many else place.num_deaths
         passengers = self._board(worker, place, payload)
         if passengers:
             item = await self._travel(worker, payload, passengers)
@@ -109,12 +125,7 @@ class Dispatcher:
                 return _unwrap(item)
             num_deaths += isinstance(item, ActorDiedError)
         began = perf_counter()
-        try:
-            output = await worker.send(payload, num_deaths=num_deaths)
-        except (ActorTimeoutError, ActorDiedError) as error:
-            # one that died has been sent until it had ended as many as it may
-            self.quarantine.note(payload, error, num_ended=1 if isinstance(error, ActorTimeoutError) else MAX_ENDED)
-            raise
+        output = await worker.send(payload, num_deaths=num_deaths)
         self._learn(perf_counter() - began)
         return output
 
@@ -152,6 +163,11 @@ class Dispatcher:
     def _forget(self) -> None:
         self._expected_s = None
         self._slots.extra = 0
+
+
+def _is_end_of_all(error: Exception) -> bool:
+    """Whether whoever else was with the worker met the same end."""
+    return not isinstance(error, ActorTimeoutError) or error.is_loop_blocked
 
 
 def _unwrap(item: Item) -> Any:

@@ -104,6 +104,7 @@ class _Local:
 
     max_concurrency: int | None = None
     can_take_many = False
+    runs_many = False
 
     def __init__(self, judger: Judger) -> None:
         self._judger = judger

@@ -78,6 +78,7 @@ class RemoteJudger(Judger):
         self.policy = policy or JudgementPolicy()
         self.max_concurrency = max_concurrency
         self.can_take_many = can_take_many
+        self.runs_many = max_concurrency != 1
         self._dispatcher = Dispatcher(judger_name, [self])
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:

@@ -8,6 +8,8 @@
 
 A leader may `board` payloads from the line, send them with its own, and `carry` the results to those who wait. What a
 leader cannot carry after all, it puts back at the front, to travel alone.
+
+Whoever asks for a *whole* worker gets one that nobody else has a place at, and nobody gets one until it is released.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ class Lead:
     """How many workers died while they had the payload."""
     travels_alone: bool = False
     """Whether the payload was on board of a journey that failed."""
+    is_whole: bool = False
+    """Whether nobody else has a place there."""
 
 
 @dataclass(eq=False, slots=True)
@@ -42,6 +46,7 @@ class Ticket:
     """A `Lead`, or what came of the payload that somebody else sent."""
     num_deaths: int = 0
     travels_alone: bool = False
+    is_whole: bool = False
 
     @property
     def is_void(self) -> bool:
@@ -63,6 +68,7 @@ class Slots:
         self._capacities = list(capacities)
         self._in_flight = [0] * len(self._capacities)
         self._retired: dict[int, Exception] = {}
+        self._whole: set[int] = set()
         self._next = 0
         self._line: deque[Ticket] = deque()
 
@@ -76,17 +82,21 @@ class Slots:
         """Whether anybody waits."""
         return bool(self._line)
 
-    async def acquire(self, payload: Any = None) -> Any:
+    async def acquire(self, payload: Any = None, *, whole: bool = False) -> Any:
         """Return a `Lead`, a place at the worker to use next, or what was carried. A place must be released.
+
+        Args:
+            payload: What others may carry along; None for what they may not.
+            whole: Whether a place will not do, and it has to be all of a worker.
 
         Raises:
             Exception: the one given to `retire`, when no worker is left.
         """
         if not self._line or self._line[0].is_void:  # else there is no free place
-            index = self._take_free()
+            index = self._take_free(whole=whole)
             if index is not None:
-                return Lead(index)
-        ticket = Ticket(payload, asyncio.get_running_loop().create_future())
+                return Lead(index, is_whole=whole)
+        ticket = Ticket(payload, asyncio.get_running_loop().create_future(), is_whole=whole)
         self._line.append(ticket)
         try:
             return await ticket.future
@@ -102,6 +112,7 @@ class Slots:
     def release(self, index: int) -> None:
         """Give a place back, to the first in line if there is one."""
         self._in_flight[index] -= 1
+        self._whole.discard(index)
         self._serve_line()
 
     def board(self, count: int) -> list[Ticket]:
@@ -112,7 +123,7 @@ class Slots:
             ticket = line[0]
             if ticket.is_void:
                 line.popleft()
-            elif ticket.travels_alone or ticket.payload is None:
+            elif ticket.travels_alone or ticket.is_whole or ticket.payload is None:
                 break
             else:
                 boarded.append(line.popleft())
@@ -134,35 +145,42 @@ class Slots:
     def retire(self, index: int, error: Exception) -> None:
         """Give out no place at this worker any more; `error` is what those in line get when it was the last one."""
         self._retired[index] = error
-        if len(self._retired) < len(self._capacities):
-            return
-        while self._line:
-            ticket = self._line.popleft()
-            if not ticket.is_void:
-                ticket.future.set_exception(error)
+        self._serve_line()
 
     def __reduce__(self) -> tuple[type[Slots], tuple[list[int | None]]]:
         return Slots, (self._capacities,)  # a copy counts for itself
 
     def _serve_line(self) -> None:
         while self._line:
-            if self._line[0].is_void:
-                self._line.popleft()
-                continue
-            index = self._take_free(extra=self.extra if len(self._line) > _SHORT_LINE else 0)
-            if index is None:
-                return
-            ticket = self._line.popleft()
-            ticket.future.set_result(Lead(index, ticket.num_deaths, ticket.travels_alone))
+            ticket = self._line[0]
+            if not ticket.is_void:
+                try:
+                    index = self._take_free(
+                        extra=self.extra if len(self._line) > _SHORT_LINE else 0, whole=ticket.is_whole
+                    )
+                except Exception as error:  # noqa: BLE001 - what `retire` was given
+                    ticket.future.set_exception(error)
+                else:
+                    if index is None:
+                        return
+                    ticket.future.set_result(Lead(index, ticket.num_deaths, ticket.travels_alone, ticket.is_whole))
+            self._line.popleft()
 
-    def _take_free(self, *, extra: int = 0) -> int | None:
+    def _take_free(self, *, extra: int = 0, whole: bool = False) -> int | None:
         if len(self._retired) == len(self._capacities):
-            raise next(iter(self._retired.values()))
+            raise next(reversed(self._retired.values()))
         for step in range(len(self._capacities)):
             index = (self._next + step) % len(self._capacities)
-            capacity = self._capacities[index]
-            if index not in self._retired and (capacity is None or self._in_flight[index] < capacity + extra):
+            if index not in self._retired and self._has_room(index, extra=extra, whole=whole):
                 self._in_flight[index] += 1
+                if whole:
+                    self._whole.add(index)
                 self._next = (index + 1) % len(self._capacities)
                 return index
         return None
+
+    def _has_room(self, index: int, *, extra: int, whole: bool) -> bool:
+        if whole:
+            return self._in_flight[index] == 0
+        capacity = self._capacities[index]
+        return index not in self._whole and (capacity is None or self._in_flight[index] < capacity + extra)

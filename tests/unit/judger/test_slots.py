@@ -106,6 +106,34 @@ async def test_who_travels_alone_is_not_boarded() -> None:
         task.cancel()
 
 
+async def test_a_whole_worker_is_given_when_nobody_has_a_place_there_and_kept_from_all() -> None:
+    slots = Slots([2])
+    held = [await place(slots), await place(slots)]
+    whole = asyncio.create_task(slots.acquire("suspect", whole=True))
+    await asyncio.sleep(0)
+    other = asyncio.create_task(place(slots))
+    slots.release(held.pop())
+    await asyncio.sleep(0)
+    assert not whole.done()
+    slots.release(held.pop())
+    assert await whole == Lead(0, is_whole=True)
+    assert not other.done()
+    slots.release(0)
+    assert await other == 0
+
+
+async def test_who_is_put_back_after_the_last_worker_was_lost_is_told() -> None:
+    slots = Slots([1])
+    await place(slots)
+    waiting = asyncio.create_task(slots.acquire("a"))
+    await asyncio.sleep(0)
+    on_board = slots.board(1)
+    slots.retire(0, RuntimeError("gone"))
+    slots.put_back(on_board, died=False)
+    with pytest.raises(RuntimeError, match="gone"):
+        await waiting
+
+
 async def test_those_in_line_are_told_when_the_last_worker_is_lost() -> None:
     slots = Slots([1])
     await place(slots)
