@@ -103,7 +103,7 @@ def load_object(path: str) -> Any:
     module_name, _, attribute = path.rpartition(separator)
     if not module_name or not attribute:
         raise PluginError(f"{path!r} is not a path to an object. Write 'package.module:name' or 'file.py:name'.")
-    module = _load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name, path)
+    module = load_file(Path(module_name)) if module_name.endswith(".py") else _import(module_name, path)
     found: Any = module
     for part in attribute.split("."):
         try:
@@ -143,7 +143,12 @@ def _import(module_name: str, asked: str) -> ModuleType:
         raise PluginError(f"Cannot load {asked!r}: importing {module_name!r} raised {error!r}") from error
 
 
-def _load_file(path: Path) -> ModuleType:
+def load_file(path: Path) -> ModuleType:
+    """Run a Python file as a module of its own, once in this process.
+
+    Raises:
+        PluginError: there is no such file, or it raises.
+    """
     resolved = path.expanduser().resolve()
     if not resolved.is_file():
         raise PluginError(f"Cannot load {path}: there is no such file (looked for {resolved}).")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import os
 import re
 import subprocess
@@ -80,6 +81,12 @@ def die_once(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str,
         Path(extra_info["file"]).touch()
         os._exit(9)
     return {"score": 1.0}
+
+
+@functools.wraps(wild)
+def wrapped(**arguments: Any) -> Any:
+    """Return what is to be awaited."""
+    return wild_and_waiting(**arguments)
 
 
 async def wild_and_waiting(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from tests.build import judger_system
 from tests.processes import judger_bodies as bodies
 from tests.unit.judger.states import make_state
 from xrl_lite.actors import ActorSystem, CPUResourceManager, CPUResourcesConfig, set_cpu_resource_manager
+from xrl_lite.config import load_config
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.errors import ConfigError, ResourceError
 from xrl_lite.judger import (
@@ -29,6 +30,7 @@ from xrl_lite.judger import (
     RemoteJudger,
     self_test,
 )
+from xrl_lite.registry import load_object
 
 pytestmark = pytest.mark.process
 
@@ -355,3 +357,18 @@ async def test_async_functions_run_at_the_same_time_in_one_worker(system: ActorS
         states = await judge_all(judger, ["x"] * 5)
         assert [state.reward for state in states] == [{"score": 1.0}] * 5
         assert states[0].status is Status.COMPLETED
+
+
+async def test_a_sync_function_may_return_something_awaitable(system: ActorSystem) -> None:
+    async with config(bodies.wrapped).build(system) as judger:
+        assert [state.reward for state in await judge_all(judger, ["fine"] * 3)] == [{"score": 1.0}] * 3
+
+
+async def test_a_function_of_a_python_config_goes_along(system: ActorSystem, tmp_path: Path) -> None:
+    shipped = (Path(__file__).parents[2] / "configs" / "gsm8k.py").read_text()
+    path = tmp_path / "mine.py"
+    path.write_text(f"{shipped}\n\ndef score(response, label, extra_info):\n    return {{'score': len(response)}}\n")
+    settings = config(load_object(f"{path}:score"))
+    load_config(path)
+    async with settings.build(system) as judger:
+        assert [state.reward for state in await judge_all(judger, ["abc"])] == [{"score": 3}]

@@ -7,13 +7,14 @@ from inspect import isabstract
 from pathlib import Path
 from typing import Any, cast
 
+import cloudpickle
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.errors import ConfigError, PluginError, did_you_mean
 from xrl_lite.judger import JUDGERS, AnyJudgerConfig, JudgerConfigLike
-from xrl_lite.registry import load_object, load_plugins
+from xrl_lite.registry import load_file, load_object, load_plugins
 from xrl_lite.settings import Settings, explain, models_in
 
 PYTHON_NAME = "config"
@@ -125,6 +126,8 @@ def _check_exists(path: Path) -> None:
 def _load_python(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunConfig:
     try:
         config: object = load_object(f"{path}:{PYTHON_NAME}")
+        # what is defined in it goes to other processes as it is, which would have to run the file to know it by name
+        cloudpickle.register_pickle_by_value(load_file(path))
     except PluginError as error:
         if isinstance(error.__cause__, ValidationError):
             raise explain(error.__cause__, RunConfig, where=str(path)) from error

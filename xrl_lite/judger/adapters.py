@@ -28,6 +28,7 @@ from typing import Any, ClassVar, cast
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ConfigError, did_you_mean
 from xrl_lite.judger.handler import Parameters, RewardHandler, handler_name, is_async
+from xrl_lite.judger.merge import with_parts
 from xrl_lite.judger.outcome import RewardValueError, SkipSampleError
 
 LABEL_COLUMNS = ("ground_truth", "solution", "answer", "label", "target")
@@ -265,11 +266,8 @@ class TrlReward(RewardAdapter):
         scored = [value * weight for value, weight in zip(values, self.weights, strict=True) if value is not None]
         if not scored:
             raise SkipSampleError("the reward function returned None")
-        reward: dict[str, Any] = {**logged, "score": scored[0] if len(scored) == 1 else sum(scored)}
-        if len(self.functions) > 1:
-            for function, value in zip(self.functions, values, strict=True):
-                reward[handler_name(function)] = value
-        return reward
+        parts = dict(zip(map(handler_name, self.functions), values, strict=True)) if len(self.functions) > 1 else {}
+        return {**logged, **with_parts(scored[0] if len(scored) == 1 else sum(scored), parts)}
 
 
 class TrlChatReward(TrlReward):

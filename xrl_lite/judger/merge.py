@@ -42,8 +42,13 @@ class WeightedMerge:
         if unweighted:
             raise KeyError(f"branch {unweighted[0]!r} has no weight; weights are given for {sorted(self.weights)}")
         scores = {name: output["score"] for name, output in outputs.items()}
-        state.reward = {"score": sum(self.weights[name] * score for name, score in scores.items()), **scores}
+        state.reward = with_parts(sum(self.weights[name] * score for name, score in scores.items()), scores)
         return state
+
+
+def with_parts(score: float, parts: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return a reward with its parts beside it; a part that is called ``score`` is kept as ``score/score``."""
+    return {"score": score, **{f"score/{name}" if name == "score" else name: part for name, part in parts.items()}}
 
 
 def weighted_merge(weights: Mapping[str, float]) -> WeightedMerge:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -161,10 +163,20 @@ class NativeJudger(Judger):
         """Whether `judge_payload_here` does what `judge_payload` does."""
         return not self.is_async and type(self).judge_payload is NativeJudger.judge_payload
 
-    def judge_payload_here(self, payload: JudgerPayloadBatch) -> JudgerOutput:
-        """Run sync reward code on one payload in this very thread, without a limit. For worker processes."""
+    def judge_payload_here(
+        self, payload: JudgerPayloadBatch, *, run: Callable[[Coroutine[Any, Any, Any]], Any] | None = None
+    ) -> JudgerOutput:
+        """Run sync reward code on one payload in this very thread, without a limit. For worker processes.
+
+        Args:
+            payload: One, as for `judge_payload`.
+            run: Runs a coroutine to its end, where the code returns something awaitable; by default in a thread.
+        """
         single = _check(payload)
-        return _accept(None if self._reward is None else self._call(single))
+        result = None if self._reward is None else self._call(single)
+        if type(result) is not dict and inspect.isawaitable(result):
+            result = (run or run_to_end)(_wait(result))
+        return _accept(result)
 
     async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
         """Not supported: one function call scores one sample."""
@@ -186,6 +198,25 @@ class NativeJudger(Judger):
 
     async def _call_async(self, payload: JudgerPayload) -> Any:
         return await self._call(payload)
+
+
+def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return what a coroutine returns, out of sync code: in a thread, as a loop may run in this one."""
+    results: list[Any] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(asyncio.run(coroutine))
+        except Exception as error:  # noqa: BLE001 - raised again below, in the thread that asked
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
 
 
 async def _wait(result: Any) -> Any:

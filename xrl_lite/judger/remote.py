@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from time import perf_counter
 from types import CoroutineType
 from typing import Any, Protocol, cast
-
-import anyio
 
 from xrl_lite.actors import ActorMethod
 from xrl_lite.data.rollout_state import RolloutState
@@ -18,7 +16,7 @@ from xrl_lite.errors import ActorDiedError
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, within
 from xrl_lite.judger.dispatch import Dispatcher, Item
 from xrl_lite.judger.ledger import Statistics
-from xrl_lite.judger.native import NativeJudger
+from xrl_lite.judger.native import NativeJudger, run_to_end
 from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.quarantine import MAX_ENDED, with_quarantine
 from xrl_lite.judger.whereabouts import full_traceback
@@ -172,9 +170,9 @@ class JudgerActor:
         self.judger = judger_config.build_local()
         self.judger.prepare()
         self._runner: asyncio.Runner | None = None
-        self._score: Callable[[JudgerPayloadBatch], Any] = self._run
+        self._score: Callable[[JudgerPayloadBatch], Any] = self._judge
         if isinstance(judger := self.judger, NativeJudger) and judger.runs_here:
-            self._score = judger.judge_payload_here
+            self._score = partial(judger.judge_payload_here, run=self._run)
 
     def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         """Score one payload, or several if the judger can."""
@@ -192,12 +190,15 @@ class JudgerActor:
             return _ready_to_travel(error), False, perf_counter() - began
         return output, True, perf_counter() - began
 
-    def _run(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+    def _judge(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
+        return self._run(self.judger.judge_payload(payload))
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         if _a_loop_runs_here():  # a backend without processes
-            return run_to_end(self.judger, payload)
+            return run_to_end(coroutine)
         if self._runner is None:
             self._runner = asyncio.Runner()  # kept: clients and limiters belong to a loop
-        return self._runner.run(self.judger.judge_payload(payload))
+        return self._runner.run(coroutine)
 
 
 class ConcurrentJudgerActor(JudgerActor):
@@ -229,22 +230,3 @@ def _a_loop_runs_here() -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def run_to_end(judger: Judger, payload: JudgerPayloadBatch) -> Any:
-    """Return what an async judger says, out of sync code: in a thread, as a loop may run in this one."""
-    results: list[JudgerOutputBatch] = []
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            results.append(anyio.run(judger.judge_payload, payload))
-        except Exception as error:  # noqa: BLE001 - raised again below, in the thread that asked
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]

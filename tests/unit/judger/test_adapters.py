@@ -10,7 +10,7 @@ import pytest
 from tests.unit.judger.states import make_state
 from xrl_lite.data import Status
 from xrl_lite.errors import ConfigError
-from xrl_lite.judger import JudgerConfig, OpenRlhfReward, TrlReward, VerlReward
+from xrl_lite.judger import JudgerConfig, NativeJudger, OpenRlhfReward, TrlReward, VerlReward
 
 RIGHT, WRONG = "6 x 12 is 72\n#### 72", "#### 71"
 
@@ -145,6 +145,17 @@ async def test_none_skips_the_sample() -> None:
     config = JudgerConfig(judger_name="x", reward_handler=lambda completions, **_: [None], signature="trl")
     state = await config.build().judge(sample(RIGHT))
     assert (state.extra_fields["judgement"]["outcome"], state.reward) == ("skipped", None)
+
+
+async def test_a_part_that_is_called_score_does_not_take_the_place_of_the_sum() -> None:
+    def score(completions: Any, **kwargs: Any) -> list[float]:
+        return [1.0]
+
+    def length(completions: Any, **kwargs: Any) -> list[float]:
+        return [0.5]
+
+    judger = NativeJudger("t", [score, length], signature="trl", reward_weights=[0.2, 2.0])
+    assert (await judger.judge(sample(RIGHT))).reward == {"score": 1.2, "score/score": 1.0, "length": 0.5}
 
 
 async def test_several_trl_functions_are_summed_with_weights_and_none_is_left_out() -> None:

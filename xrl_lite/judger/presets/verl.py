@@ -26,9 +26,8 @@ from xrl_lite.judger.base import Judger
 from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.data_sources import kind_for, settings_of
 from xrl_lite.judger.handler import RewardHandler, is_async, is_url
-from xrl_lite.judger.native import NativeJudger
+from xrl_lite.judger.native import NativeJudger, run_to_end
 from xrl_lite.judger.presets.dapo_math import overlong_penalty
-from xrl_lite.judger.remote import run_to_end
 from xrl_lite.settings import Settings
 
 
@@ -111,7 +110,7 @@ def default_compute_score(
     payload = judger.preprocess(state)
     if isinstance(judger, NativeJudger):
         return judger.judge_payload_here(payload)
-    return run_to_end(judger, payload)
+    return run_to_end(judger.judge_payload(payload))
 
 
 class VerlJudgerConfig(JudgerConfig):
