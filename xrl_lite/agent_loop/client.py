@@ -69,6 +69,8 @@ class StateClient:
         self._sample_params = sample_params
         self._task_name = task_name
         self._known: tuple[dict[str, Any], SampleParams] = ({}, sample_params)
+        self.was_aborted = False
+        """Whether a response was cut short from outside, as all are when generation is paused."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]
@@ -96,6 +98,7 @@ class StateClient:
         state = await self._rollout_ctl.generate(state)
         if state.status is Status.FAILED:
             raise RolloutError(state.error_msg or f"request {request_id} failed")
+        self.was_aborted = self.was_aborted or state.status is Status.ABORTED
         return TokenOutput(
             token_ids=list(state.response_ids or []),
             log_probs=list(state.logprobs or []),

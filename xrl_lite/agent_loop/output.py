@@ -77,6 +77,17 @@ class AgentLoopOutput(BaseModel):
             **fields,
         )
 
+    @classmethod
+    def aborted(cls, prompt_ids: list[int]) -> Self:
+        """Make the empty trajectory of an attempt that was cut short and is to be made again."""
+        return cls(
+            prompt_ids=prompt_ids,
+            response_ids=[],
+            response_mask=[],
+            response_logprobs=[],
+            extra_fields={"stop_reason": "aborted", "policy_versions": []},
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return what was set, under verl's names of batch columns; the reward stands on the last token."""
         given = self.model_dump(exclude_unset=True)

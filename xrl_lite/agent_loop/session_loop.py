@@ -154,7 +154,7 @@ class SessionLoop(AgentLoop):
                 "judge_s": output.metrics.compute_score,
             },
         }
-        if output.reward_score is not None:
+        if output.reward_score is not None and not aborted:
             state.reward = {**extra.get("reward_extra_info", {}), "score": float(output.reward_score)}
         if not aborted and not sum(state.response_mask):
             failed(state, "the agent returned a trajectory without a token of the model")

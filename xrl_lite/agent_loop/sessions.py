@@ -12,7 +12,7 @@ from xrl_lite.agent_loop.agents import AgentParts, AgentSettings, AgentTable
 from xrl_lite.agent_loop.base import AgentLoopConfig, RolloutCtl, StateJudger, part_of
 from xrl_lite.agent_loop.client import StateClient
 from xrl_lite.agent_loop.output import AgentLoopOutput
-from xrl_lite.agent_loop.session_loop import SessionLoop, row_of, tokenizer_of
+from xrl_lite.agent_loop.session_loop import ENDS_THE_RUN, SessionLoop, row_of, tokenizer_of
 from xrl_lite.agent_loop.tool_agent import RowTools
 from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams
 from xrl_lite.data.token_builder import OnRewrite
@@ -213,17 +213,28 @@ class SessionsAgentLoop(SessionLoop):
         return self._places
 
     async def run_session(self, agent: str, state: RolloutState) -> list[AgentLoopOutput]:
-        made = self._table.make(agent, self._parts(state, await self._tools()))
-        returned = await made.run(sampling_params_of(state.sample_params), **row_of(state))
-        outputs = returned if isinstance(returned, list) else [returned]
-        if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"run() must return an AgentLoopOutput or a list of them, got {returned!r:.200}")
+        client = StateClient(self.rollout_ctl, sample_params=state.sample_params, task_name=state.task_name)
+        made = self._table.make(agent, self._parts(state, client, await self._tools()))
+        try:
+            returned = await made.run(sampling_params_of(state.sample_params), **row_of(state))
+            outputs = returned if isinstance(returned, list) else [returned]
+            if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise TypeError(f"run() must return an AgentLoopOutput or a list of them, got {returned!r:.200}")
+        except ENDS_THE_RUN:
+            raise
+        except Exception:
+            if not client.was_aborted:
+                raise
+            return [AgentLoopOutput.aborted(state.prompt_ids or [])]  # half a response is no reason to fail
+        if client.was_aborted:  # an agent need not know what an abort is
+            for output in outputs:
+                output.extra_fields["stop_reason"] = "aborted"
         return outputs
 
-    def _parts(self, state: RolloutState, toolbox: Toolbox) -> AgentParts:
+    def _parts(self, state: RolloutState, client: StateClient, toolbox: Toolbox) -> AgentParts:
         config, params = self._config, state.sample_params
         return AgentParts(
-            llm_client=StateClient(self.rollout_ctl, sample_params=params, task_name=state.task_name),
+            llm_client=client,
             tokenizer=self._tokenizer,
             template=self._template,
             toolbox=toolbox,

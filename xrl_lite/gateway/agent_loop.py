@@ -267,7 +267,7 @@ class BlackBoxAgentLoop(SessionLoop):
             if session.fatal is not None:
                 raise session.fatal
             if session.state is SessionState.ABORTED:
-                return [_aborted(state)]
+                return [AgentLoopOutput.aborted(state.prompt_ids or [])]
             info = as_reward_info(returned)
             result = await self.gateway.finalize_session(handle.session_id)
         finally:
@@ -369,14 +369,3 @@ def _tool_counts(result: SessionResult) -> dict[str, Any]:
     return ToolCounts(
         calls=result.num_calls + malformed, failures=Counter({"malformed": malformed} if malformed else {})
     ).as_dict()
-
-
-def _aborted(state: RolloutState) -> AgentLoopOutput:
-    """Return an empty trajectory for an attempt that was cut short and is made again."""
-    return AgentLoopOutput(
-        prompt_ids=state.prompt_ids or [],
-        response_ids=[],
-        response_mask=[],
-        response_logprobs=[],
-        extra_fields={"stop_reason": "aborted", "policy_versions": []},
-    )

@@ -288,6 +288,18 @@ class Ends(AgentLoopBase):
                     reward_score=0.5,
                     extra_fields={"reward_extra_info": {"acc": 1}},
                 )
+            case "half" | "half, chokes" | "half, scores":
+                output = await self.server_manager.generate("r", prompt_ids=[1], sampling_params={"max_tokens": 4})
+                if self.how == "half, chokes":
+                    raise ValueError("no answer in the response")
+                ids = output.token_ids
+                return AgentLoopOutput(
+                    prompt_ids=[1],
+                    response_ids=ids,
+                    response_mask=[1] * len(ids),
+                    response_logprobs=output.log_probs,
+                    reward_score=0.0 if self.how == "half, scores" else None,
+                )
             case "empty":
                 return AgentLoopOutput(prompt_ids=[1], response_ids=[], response_mask=[], response_logprobs=[])
             case _:
@@ -346,6 +358,24 @@ async def test_an_engine_error_costs_one_session() -> None:
 async def test_an_aborted_response_makes_an_aborted_session() -> None:
     (state,) = await run(AgentsConfig(), ScriptedRolloutCtl(lambda _: None))
     assert (state.status, state.reward, state.finish_reason) == (Status.ABORTED, None, "abort")
+
+
+class CutShort(ScriptedRolloutCtl):
+    """Has two tokens of every response when it is aborted."""
+
+    async def generate(self, state: RolloutState) -> RolloutState:
+        state = await super().generate(state)
+        state.status, state.finish_reason = Status.ABORTED, "abort"
+        return state
+
+
+@pytest.mark.parametrize("how", ["half", "half, chokes", "half, scores"])
+async def test_whatever_an_agent_makes_of_an_aborted_response_its_session_is_aborted(tmp_path: Path, how: str) -> None:
+    judger = Judger()
+    loop = ends(tmp_path, how).build(CutShort(lambda _: [5, 6]), judger, tokenizer=QWEN3)
+    (state,) = await loop.generate_group([make_state()])
+    assert (state.status, state.reward, state.finish_reason) == (Status.ABORTED, None, "abort")
+    assert judger.judged == []
 
 
 async def test_a_reward_of_the_agent_is_not_judged_again(tmp_path: Path) -> None:
