@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -665,8 +666,8 @@ def kill_and_resume(mode: str, folder: Path) -> dict[str, Any]:
             wait_for_steps(process, trained, draw.choice(STEPS_BEFORE_A_KILL))
             time.sleep(draw.uniform(0.0, MOMENT_S))
             pid = draw.choice([process.pid, *sorted(children_of(process.pid))])
-            if (name := kill(pid)) is not None:
-                name = "driver" if pid == process.pid else name
+            name = "driver" if pid == process.pid else actor_of(pid)
+            if kill(pid):
                 victims[name] = victims.get(name, 0) + 1
             time.sleep(1.0)  # a run that ends of it does so by then, or soon
         process.kill()
@@ -714,14 +715,22 @@ def run_cli(config: Path, folder: Path, *overrides: str) -> None:
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
 
 
-def kill(pid: int) -> str | None:
-    """End a process without a word and return its name; None if it is gone."""
+def kill(pid: int) -> bool:
+    """End a process without a word; return whether it was there."""
     try:
-        name = Path(f"/proc/{pid}/comm").read_text(encoding="ascii").strip()
         os.kill(pid, signal.SIGKILL)
-    except (OSError, ValueError):
-        return None
-    return name
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def actor_of(pid: int) -> str:
+    """Return the actor that a child of a run is: its output goes to a log of that name."""
+    with suppress(OSError):
+        log = Path(os.readlink(f"/proc/{pid}/fd/1"))
+        if "logs" in log.parts:
+            return "/".join(log.with_suffix("").parts[log.parts.index("logs") + 1 :])
+    return "fork server"
 
 
 def children_of(pid: int) -> set[int]:
