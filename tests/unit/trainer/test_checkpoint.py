@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from xrl_lite.errors import CheckpointError
+from xrl_lite.errors import CheckpointError, ConfigError
+from xrl_lite.run import model_of_checkpoint
 from xrl_lite.trainer.checkpoint import (
+    HUGGINGFACE,
     MARKER,
     CheckpointStore,
     complete_checkpoints,
@@ -126,6 +128,30 @@ async def test_left_overs_of_a_killed_save_are_swept(tmp_path: Path) -> None:
 async def test_the_marker_holds_the_size_of_every_file(tmp_path: Path) -> None:
     path = await save(tmp_path, 1)
     assert json.loads((path / MARKER).read_text()) == {"engine/weights": 4096, "state.json": 18}
+
+
+async def test_an_evaluation_takes_a_checkpoint_or_a_hugging_face_folder(tmp_path: Path) -> None:
+    def make_model(folder: Path) -> None:
+        folder.mkdir()
+        for name in ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"):
+            (folder / name).touch()
+
+    async def write_both(folder: Path) -> None:
+        await write_engines(folder)
+        make_model(folder / HUGGINGFACE)
+
+    make_model(tmp_path / "model")
+    assert model_of_checkpoint(tmp_path / "model") == str(tmp_path / "model")
+    checkpoint = await make_store(tmp_path).save(2, {"global_step": 2}, write_both)
+    assert model_of_checkpoint(checkpoint) == str(checkpoint / HUGGINGFACE)
+    with pytest.raises(ConfigError, match="export_hf=false"):
+        model_of_checkpoint(await save(tmp_path, 3))
+    (checkpoint / MARKER).unlink()
+    with pytest.raises(CheckpointError):
+        model_of_checkpoint(checkpoint)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="no tokenizer"):
+        model_of_checkpoint(tmp_path / "model")
 
 
 def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
