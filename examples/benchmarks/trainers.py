@@ -727,10 +727,10 @@ def kill(pid: int) -> bool:
 def actor_of(pid: int) -> str:
     """Return the actor that a child of a run is: its output goes to a log of that name."""
     with suppress(OSError):
-        log = Path(os.readlink(f"/proc/{pid}/fd/1"))
-        if "logs" in log.parts:
-            return "/".join(log.with_suffix("").parts[log.parts.index("logs") + 1 :])
-    return "fork server"
+        path = os.readlink(f"/proc/{pid}/fd/1")
+        name = path.rpartition("/logs/")[2].removesuffix(".log")
+        return "fork server" if name.startswith("fork-server") else name
+    return "unknown"
 
 
 def children_of(pid: int) -> set[int]:
