@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +20,7 @@ import anyio
 import pytest
 import pytest_asyncio
 import torch
+from anyio.abc import TaskGroup
 from transformers import AutoModelForCausalLM
 
 from tests.build import build_random_model, make_state
@@ -31,7 +32,7 @@ from xrl_lite.registry import load_plugins
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
 from xrl_lite.rollout.replica import RolloutReplicaRegistry
-from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
+from xrl_lite.weight_sync import LocalWeights, SyncReport, WeightSync, make_transport
 
 LOOP = "module"
 pytestmark = [pytest.mark.asyncio(loop_scope=LOOP), pytest.mark.process, pytest.mark.timeout(300)]
@@ -41,6 +42,26 @@ WITH_WEIGHTS = ["torch", "bigram", pytest.param("vllm", marks=[pytest.mark.vllm,
 ENGINES = ["fake", "openai", *WITH_WEIGHTS]
 LONG = 90
 MAX_MODEL_LEN = 2048
+
+
+class Gate:
+    """The gate of a controller; right before it is closed, `before` is awaited once."""
+
+    def __init__(self, controller: RolloutController) -> None:
+        self._controller = controller
+        self.before: Callable[[], Awaitable[None]] | None = None
+
+    async def pause_generation(self) -> None:
+        before, self.before = self.before, None
+        if before is not None:
+            await before()
+        await self._controller.pause_generation()
+
+    async def continue_generation(self) -> None:
+        await self._controller.continue_generation()
+
+    def restore_with(self, restore: Callable[[Any], Awaitable[None]]) -> None:
+        self._controller.restore_with(restore)
 
 
 class Engine:
@@ -59,13 +80,14 @@ class Engine:
         self.controller = controller
         self.weights = weights
         self.model = model
-        self.long = {"bigram": 4000, "torch": 600, "vllm": 800}.get(name, LONG)
+        self.long = {"bigram": 4000, "torch": 400, "vllm": 800}.get(name, LONG)
         """Tokens that take so long that whoever wants to interrupt them comes in time, on a busy machine too."""
         self.source = LocalWeights(lambda: self.weights)
+        self.gate = Gate(controller)
         self.sync = WeightSync(
             source=self.source,
             targets=controller.adapters,
-            gate=controller,
+            gate=self.gate,
             transport=make_transport("shared_memory", folder=None, bucket_bytes=1 << 20, timeout_s=60.0),
             adapters_only=adapters_only,
         )
@@ -79,14 +101,23 @@ class Engine:
     @asynccontextmanager
     async def under_way(self, *states: RolloutState) -> AsyncIterator[None]:
         """Generate in the background, having got at least one token of each; returns when all have ended."""
-        started = {id(state): anyio.Event() for state in states}
         async with anyio.create_task_group() as tasks:
-            for state in states:
-                event = started[id(state)]
-                tasks.start_soon(lambda s=state, e=event: self.controller.generate(s, on_tokens=lambda _: e.set()))
-            for event in started.values():
-                await event.wait()
+            await self.begin(tasks, *states)
             yield
+
+    async def begin(self, tasks: TaskGroup, *states: RolloutState) -> None:
+        """Generate in the background; returns when there is at least one token of each."""
+        started = [anyio.Event() for _ in states]
+        for state, event in zip(states, started, strict=True):
+            tasks.start_soon(lambda s=state, e=event: self.controller.generate(s, on_tokens=lambda _: e.set()))
+        for event in started:
+            await event.wait()
+
+    async def sync_under_way(self, version: int, *states: RolloutState) -> SyncReport:
+        """Sync while states are generated, begun when everything else is ready for it; returns when they have ended."""
+        async with anyio.create_task_group() as tasks:
+            self.gate.before = lambda: self.begin(tasks, *states)
+            return await self.sync.sync(version)
 
     def logprobs_of_model(self, state: RolloutState) -> torch.Tensor:
         prompt, response = state.prompt_ids or [], state.response_ids or []
@@ -309,8 +340,7 @@ async def test_new_weights_are_used_and_every_token_knows_its_version(engine: En
     before = (await engine.run(fresh(6, temperature=0.0)))[0]
     engine.weights = {name: tensor + 0.05 * torch.randn_like(tensor) for name, tensor in engine.weights.items()}
     state = fresh_long(engine, 7)
-    async with engine.under_way(state):
-        report = await engine.sync.sync(engine.sync.policy_version + 2)
+    report = await engine.sync_under_way(engine.sync.policy_version + 2, state)
     assert report.size_bytes == sum(tensor.nbytes for tensor in engine.weights.values())
     versions = state.response_model_steps or []
     assert versions == sorted(versions)
@@ -401,9 +431,8 @@ async def test_an_adapter_that_is_sent_alone_is_generated_with(
         first, second = (adapter_of(layer, seed) for seed in (1, 2))
         engine.weights = first
         await engine.sync.sync(1)
-        async with engine.under_way(*states):
-            engine.weights = second
-            await engine.sync.sync(2)
+        engine.weights = second
+        await engine.sync_under_way(2, *states)
         low, high = second.values()
         engine.weights = {**base, f"{layer}.weight": base[f"{layer}.weight"] + 2.0 * high @ low}
         states += await engine.run(fresh(9))

@@ -189,7 +189,8 @@ class AlgorithmConfig(_Readable):
     """From rewards to the loss."""
 
     advantage: str = "grpo"
-    """Name of the advantage estimator (verl: adv_estimator), or the path of a function with verl's signature."""
+    """Name of the advantage estimator (verl: adv_estimator), or the path of a function with verl's signature; with an
+    argument `values` that has no default, a critic is trained for it."""
 
     gamma: float = Field(default=1.0, gt=0, le=1)
     """Discount of a token's reward for each token before it (gae, reinforce_plus_plus)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -79,6 +80,20 @@ ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
     },
 )
 
+INPUTS = frozenset(
+    {
+        "values",
+        "old_log_probs",
+        "ref_log_prob",
+        "rollout_log_probs",
+        "sum_pi_squared",
+        "rollout_is_weights",
+        "reward_baselines",
+        "reward_parts",
+    }
+)
+"""What an estimator may be given beyond rewards, mask, groups and config."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -115,7 +130,24 @@ def get_adv_estimator_fn(name: str) -> AdvantageFunction:
 
 
 def advantage_estimator(name: str) -> AdvantageEstimator:
-    """Return an estimator with what it needs; the function of a path is not loaded, and declares nothing."""
-    if name not in ADVANTAGE_ESTIMATORS and ":" in name:
-        return AdvantageEstimator(function=name)
-    return ADVANTAGE_ESTIMATORS.resolve(name)
+    """Return an estimator with what it needs.
+
+    The function of a path is loaded. It needs what `register_adv_est` was told about it, or else the arguments of its
+    own that have no default.
+
+    Raises:
+        UnknownNameError: there is none of that name.
+        PluginError: the function cannot be loaded.
+    """
+    if name in ADVANTAGE_ESTIMATORS or ":" not in name:
+        return ADVANTAGE_ESTIMATORS.resolve(name)
+    function = load_object(name)
+    for known in map(ADVANTAGE_ESTIMATORS.resolve, ADVANTAGE_ESTIMATORS):
+        if known.function is function:
+            return known
+    return AdvantageEstimator(function=function, requires=_arguments_without_default(function) & INPUTS)
+
+
+def _arguments_without_default(function: Callable[..., Any]) -> frozenset[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(parameter.name for parameter in parameters if parameter.default is inspect.Parameter.empty)

@@ -275,6 +275,42 @@ def test_an_estimator_of_user_code_is_refused_without_what_it_needs(tmp_path: Pa
     load_config(write(tmp_path), ["algorithm.advantage=test_needs_reference", *enough])
 
 
+ESTIMATORS = """
+from xrl_lite.algorithms import register_adv_est
+
+
+def by_argument(token_level_rewards, response_mask, values, index=None, **_):
+    return values, values
+
+
+@register_adv_est("by_decorator", requires={"values"}, min_group_size=3)
+def by_decorator(**_): ...
+
+
+def needs_nothing(token_level_rewards, response_mask, values=None, **_): ...
+
+
+def needs_reference(token_level_rewards, response_mask, *, ref_log_prob, **_): ...
+"""
+
+
+def test_an_estimator_of_a_path_says_what_it_needs(tmp_path: Path) -> None:
+    file = tmp_path / "estimators.py"
+    file.write_text(ESTIMATORS, encoding="utf-8")
+
+    def config_with(function: str, *overrides: str) -> RunConfig:
+        return load_config(write(tmp_path), [f"algorithm.advantage={file}:{function}", *overrides])
+
+    for function, has_critic in (("by_argument", True), ("by_decorator", True), ("needs_nothing", False)):
+        config = config_with(function)
+        assert config.has_critic is has_critic
+        assert [name for name, _ in config.engines] == ["engine", "critic"][: 1 + has_critic]
+    with pytest.raises(ConfigError, match="needs ref_log_prob, which nothing"):
+        config_with("needs_reference")
+    with pytest.raises(ConfigError, match="Set it to 3 or more"):
+        config_with("by_decorator", "task.sampler_config.prompt_repeat_k=2")
+
+
 def test_estimators_that_need_no_siblings_take_groups_of_one(tmp_path: Path) -> None:
     alone = ["task.sampler_config.prompt_repeat_k=1"]
     for name in ("reinforce_plus_plus", "remax"):
