@@ -1,10 +1,13 @@
-"""Draws prompts, epoch after epoch, as groups of attempts. Its whole state is three numbers."""
+"""Draws prompts, epoch after epoch, as groups of attempts. Its whole state is three numbers, and what they count in."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict
+from functools import cached_property
+from typing import NotRequired, TypedDict
 
 from pydantic import Field
 
@@ -37,12 +40,24 @@ class SamplerConfig(Settings):
     those of MCP servers, which are not known before they are asked."""
 
 
+class Drawn(TypedDict):
+    """What a sampler draws from: with anything else its position means nothing."""
+
+    num_rows: int
+    seed: int
+    shuffle: bool
+    rows: str
+    """Hash of prompts, right answers and data sources, in their order."""
+
+
 class SamplerState(TypedDict):
     """Everything that is needed to go on exactly."""
 
     epoch: int
     position: int
     num_groups: int
+    drawn: NotRequired[Drawn]
+    """What is drawn from; not there in the record of a run, which is repeated without its rows."""
 
 
 class Sampler:
@@ -115,10 +130,26 @@ class Sampler:
 
     def state_dict(self) -> SamplerState:
         """Return the position, as values that JSON can hold."""
-        return {"epoch": self._epoch, "position": self._position, "num_groups": self._num_groups}
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "num_groups": self._num_groups,
+            "drawn": self._drawn,
+        }
 
     def load_state_dict(self, state: SamplerState) -> None:
-        """Go on from a position saved before."""
+        """Go on from a position saved before.
+
+        Raises:
+            DataError: it is a position in other rows, or in another order of them.
+        """
+        then: Drawn = state.get("drawn", self._drawn)
+        if then != self._drawn:
+            raise DataError(
+                f"Task {self._task_name} cannot go on with other data: {_difference(then, self._drawn)}. Prompts would "
+                f"be drawn twice or never. Go on with the rows, the seed and the order that the run began with, or "
+                f"start a new run under another name."
+            )
         self._epoch, self._position, self._num_groups = state["epoch"], state["position"], state["num_groups"]
         self._order = self._epoch_order()
 
@@ -126,6 +157,15 @@ class Sampler:
     def epoch(self) -> int:
         """How often all rows have been drawn."""
         return self._epoch
+
+    @cached_property
+    def _drawn(self) -> Drawn:
+        return {
+            "num_rows": len(self._rows),
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "rows": _hash_of(self._rows),
+        }
 
     def _next_row(self) -> Row:
         if self._position == len(self._order):
@@ -155,6 +195,21 @@ class Sampler:
             raise DataError(
                 f"All {len(self._rows)} prompts are longer than max_prompt_tokens={self._max_prompt_tokens}. Raise it."
             )
+
+
+def _hash_of(rows: Sequence[Row]) -> str:
+    encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(encode([row.index, row.prompt, row.ground_truth, row.data_source]).encode())
+    return digest.hexdigest()
+
+
+def _difference(then: Drawn, now: Drawn) -> str:
+    for name in ("num_rows", "seed", "shuffle"):
+        if then[name] != now[name]:
+            return f"{name} was {then[name]} and is {now[name]}"
+    return f"there are {now['num_rows']} rows as before, but not the same ones, or in another order"
 
 
 def make_group(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +55,30 @@ def test_a_restored_sampler_goes_on_exactly(num_rows: int, before: int, seed: in
     assert [state.model_dump() for _ in range(12) for state in sampler.sample()] == [
         state.model_dump() for _ in range(12) for state in restored.sample()
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "difference"),
+    [
+        ({"rows": make_rows(5)}, "num_rows was 4 and is 5"),
+        ({"rows": make_rows(5)[1:]}, "there are 4 rows as before, but not the same ones"),
+        ({"rows": make_rows(4)[::-1]}, "in another order"),
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+    ],
+)
+def test_a_position_in_other_rows_is_refused(change: dict[str, Any], difference: str) -> None:
+    settings: dict[str, Any] = {"rows": make_rows(4), "seed": 0, "shuffle": True}
+    began = Sampler(**settings, encode=encode, group_size=1, task_name="t")
+    other = Sampler(**(settings | change), encode=encode, group_size=1, task_name="t")
+    with pytest.raises(DataError, match=f"Task t cannot go on with other data: .*{difference}"):
+        other.load_state_dict(began.state_dict())
+
+
+def test_the_state_can_be_kept_as_json_whatever_a_row_holds() -> None:
+    row = Row(index=0, prompt=[{"role": "user", "content": [{"image": b"1"}]}], ground_truth={2: "\ud83d"})
+    sampler, restored = (Sampler([row], encode=lambda _: [1], group_size=1) for _ in range(2))
+    restored.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
 
 
 def test_each_epoch_draws_every_row_once_in_its_own_order() -> None:
