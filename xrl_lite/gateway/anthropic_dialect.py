@@ -84,7 +84,7 @@ class _MessageStream(AnswerStream):
     def __init__(self, asked: Asked, head: TurnHead) -> None:
         super().__init__(asked, head)
         self._num_blocks = 0
-        self._text_is_open = False
+        self._open_block: str | None = None
 
     def _open(self) -> Iterator[bytes]:
         start: dict[str, Any] = {
@@ -96,37 +96,38 @@ class _MessageStream(AnswerStream):
         }
         yield _event("message_start", message=start)
 
-    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
-        if reasoning is not None:
-            yield self._start({"type": "thinking", "thinking": "", "signature": ""})
+    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
+        if reasoning:
+            if self._open_block != "thinking":
+                yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
             yield self._add({"type": "thinking_delta", "thinking": reasoning})
-            yield self._stop()
         if text:
-            if not self._text_is_open:
-                self._text_is_open = True
-                yield self._start({"type": "text", "text": ""})
+            if self._open_block != "text":
+                yield from self._start({"type": "text", "text": ""})
             yield self._add({"type": "text_delta", "text": text})
 
     def _end(self, result: TurnResult) -> Iterator[bytes]:
-        if self._text_is_open:
-            yield self._stop()
         for call in result.calls:
-            yield self._start(_tool_use(call, {}))
+            yield from self._start(_tool_use(call, {}))
             yield self._add({"type": "input_json_delta", "partial_json": call.arguments})
-            yield self._stop()
+        yield from self._stop()
         usage = {"output_tokens": len(result.response_ids)}
         yield _event("message_delta", delta=_ending(result), usage=usage)
         yield _event("message_stop")
 
-    def _start(self, block: Block) -> bytes:
+    def _start(self, block: Block) -> Iterator[bytes]:
+        yield from self._stop()
         self._num_blocks += 1
-        return _event("content_block_start", index=self._num_blocks - 1, content_block=block)
+        self._open_block = block["type"]
+        yield _event("content_block_start", index=self._num_blocks - 1, content_block=block)
 
     def _add(self, delta: Block) -> bytes:
         return _event("content_block_delta", index=self._num_blocks - 1, delta=delta)
 
-    def _stop(self) -> bytes:
-        return _event("content_block_stop", index=self._num_blocks - 1)
+    def _stop(self) -> Iterator[bytes]:
+        if self._open_block is not None:
+            self._open_block = None
+            yield _event("content_block_stop", index=self._num_blocks - 1)
 
 
 def _event(kind: str, **fields: Any) -> bytes:

@@ -80,10 +80,10 @@ class AnswerStream(ABC):
 
     def more(self, said: Said) -> bytes:
         """Return what is new; nothing where nothing is."""
-        reasoning = said.reasoning if self.sent.reasoning is None else None
+        reasoning = (said.reasoning or "")[len(self.sent.reasoning or "") :]
         text = said.text[len(self.sent.text) :]
         self.sent = said
-        return b"".join([*self._begin(), *self._say(reasoning, text)]) if reasoning is not None or text else b""
+        return b"".join([*self._begin(), *self._say(reasoning, text)]) if reasoning or text else b""
 
     def finish(self, result: TurnResult) -> bytes:
         """Return the rest of the answer."""
@@ -100,8 +100,8 @@ class AnswerStream(ABC):
         """Yield what comes first."""
 
     @abstractmethod
-    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
-        """Yield what the model thought, and more of what it says."""
+    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
+        """Yield more of what the model thinks, and then more of what it says."""
 
     @abstractmethod
     def _end(self, result: TurnResult) -> Iterator[bytes]:

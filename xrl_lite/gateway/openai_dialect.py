@@ -111,8 +111,8 @@ class _ChatStream(AnswerStream):
     def _open(self) -> Iterator[bytes]:
         yield self._chunk({"role": "assistant", "content": ""})
 
-    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
-        if reasoning is not None:
+    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
+        if reasoning:
             yield self._chunk({"reasoning_content": reasoning})
         if text:
             yield self._chunk({"content": text})
@@ -177,7 +177,7 @@ class _CompletionStream(AnswerStream):
     def _open(self) -> Iterator[bytes]:
         yield from ()
 
-    def _say(self, reasoning: str | None, text: str) -> Iterator[bytes]:
+    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
         yield self._chunk(text)
 
     def _end(self, result: TurnResult) -> Iterator[bytes]:

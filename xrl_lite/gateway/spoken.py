@@ -2,10 +2,11 @@
 
 ::
 
-    tokens --> text --> before the first call --> reasoning, once it is closed --> text --> before a stop
+    tokens --> text --> before the first call --> reasoning, and behind it text --> before a stop
 
 Whatever may become something else is held back: half of a character; white space at the end; what may be the beginning
-of a call, of reasoning or of a stop. A turn that was sampled to its end begins with all that was certain before.
+of a call, of a mark of reasoning or of a stop. A turn that was sampled to its end begins with all that was certain
+before.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ class Said:
     """What a turn has said so far."""
 
     reasoning: str | None = None
-    """What it thought first; None where it did not, or has not ended."""
+    """What it thought first; None where it did not."""
     text: str = ""
     """What it said, without reasoning and calls."""
 
     def continues(self, earlier: Said) -> bool:
-        """Return whether nothing that was said earlier has become untrue."""
-        return self.text.startswith(earlier.text)
+        """Return whether nothing that was said earlier has become untrue; some formats leave reasoning out at last."""
+        thought = self.reasoning is None or self.reasoning.startswith(earlier.reasoning or "")
+        return thought and self.text.startswith(earlier.text)
 
 
 class Spoken:
@@ -67,30 +69,27 @@ class Spoken:
             return Said()
         self._stream.add(self._new)
         self._new = []
-        reasoning, text = self._split(_before(self._stream.text, self._marks))
+        certain = _before(self._stream.text, self._marks)
+        reasoning, text = (None, certain) if self._template is None else self._split(certain, self._template)
         if self._marks and reasoning is None and text[:1].isspace():
             return Said()  # it is left out if there are calls
         return Said(reasoning=reasoning, text=_before(text, self._stops).rstrip())
 
-    def _split(self, text: str) -> tuple[str | None, str]:
-        if self._template is None:
-            return None, text
-        opening, closing = self._template.rules.reasoning_marks
-        may_think = self._template.rules.prompt_opens_reasoning or _may_begin(text.lstrip(), opening)
-        if may_think and closing not in text:
-            return None, ""
-        return split_turn(self._template, text)
+    def _split(self, text: str, template: ChatTemplate) -> tuple[str | None, str]:
+        opening, closing = template.rules.reasoning_marks
+        if opening.startswith(text.lstrip()):
+            return None, ""  # nobody knows yet
+        return split_turn(template, text if closing in text else _before(text, [closing]))
 
 
 def split_turn(template: ChatTemplate, text: str) -> tuple[str | None, str]:
-    """Return the reasoning that a turn begins with, None if it does not, and the rest."""
-    if template.rules.prompt_opens_reasoning or text.lstrip().startswith(template.rules.reasoning_marks[0]):
-        return template.split_reasoning(text)
-    return None, text
-
-
-def _may_begin(text: str, mark: str) -> bool:
-    return text.startswith(mark) or mark.startswith(text)
+    """Return the reasoning that a turn begins with, cut off or whole, None if it has none; and the rest."""
+    opening, closing = template.rules.reasoning_marks
+    begun = text.lstrip()
+    if not template.rules.prompt_opens_reasoning and not begun.startswith(opening):
+        return None, text
+    reasoning, _, rest = begun.removeprefix(opening).partition(closing)
+    return reasoning.strip(), rest.lstrip()
 
 
 def _before(text: str, marks: Iterable[str]) -> str:

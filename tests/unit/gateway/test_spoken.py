@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,15 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.gateway.rig import CALL, END, QWEN3, TOOL, open_session, user
+from tests.unit.gateway.rig import CALL, END, QWEN3, TEMPLATE, TOOL, open_session, user
 from xrl_lite.agent_loop.client import TokenOutput
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState
+from xrl_lite.data.chat_template import ChatTemplate
 from xrl_lite.data.tokenizer import TextStream
 from xrl_lite.gateway.session import PendingTurn
 from xrl_lite.gateway.spoken import Said
 from xrl_lite.gateway.turn import TurnRequest, TurnResult
 
+THINKS = ChatTemplate(QWEN3)
+THINKS.rules = replace(THINKS.rules, prompt_opens_reasoning=True)
 FORMATS = ["hermes", "qwen3_coder", "seed", "minimax", "deepseek", "glm", "kimi", "gemma", "gpt-oss"]
 PIECES = [
     *("a", "It is 7.", " ", "\n\n", "é漢字🙂", "STOP", "ST", "<", "</", "<|"),
@@ -62,9 +66,11 @@ class Telling(ScriptedRolloutCtl):
             yield noted()
 
 
-async def told(text: str, *, tool_format: str = "hermes", **request: Any) -> tuple[list[Said], TurnResult]:
+async def told(
+    text: str, *, tool_format: str = "hermes", template: ChatTemplate = TEMPLATE, **request: Any
+) -> tuple[list[Said], TurnResult]:
     rollout = Telling(text)
-    async with open_session(rollout, tool_format=tool_format) as session:
+    async with open_session(rollout, tool_format=tool_format, template=template) as session:
         asked = TurnRequest(stream=True, **({"messages": [user("hi")]} | request))
         rollout.pending = session.submit(asked, digest=b"")
         return rollout.told, await rollout.pending.wait()
@@ -73,24 +79,26 @@ async def told(text: str, *, tool_format: str = "hermes", **request: Any) -> tup
 @given(
     st.lists(st.sampled_from(PIECES), max_size=8).map("".join),
     st.sampled_from(FORMATS),
+    st.sampled_from([TEMPLATE, THINKS]),
     st.booleans(),
     st.booleans(),
     st.booleans(),
 )
 async def test_what_was_told_stays_true(
-    text: str, tool_format: str, ends: bool, has_tools: bool, has_stops: bool
+    text: str, tool_format: str, template: ChatTemplate, ends: bool, has_tools: bool, has_stops: bool
 ) -> None:
     if tool_format in ("deepseek", "glm"):  # beside calls they leave out what is before the end of reasoning
         text = text.replace("</think>", "")
     said, result = await told(
         f"{text}{END if ends else ''}",
         tool_format=tool_format,
+        template=template,
         tools=[TOOL] if has_tools else None,
         params={"stop": ["STOP"]} if has_stops else {},
     )
     for earlier, later in pairwise([*said, result.said]):
         assert later.continues(earlier)
-        assert earlier.reasoning in (None, later.reasoning)
+        assert (later.reasoning or "").startswith(earlier.reasoning or "")
 
 
 @pytest.mark.parametrize(
@@ -110,9 +118,17 @@ async def test_words_are_told_as_they_come(text: str, kwargs: dict[str, Any], fi
     assert list(dict.fromkeys(whole_words)) == first_words
 
 
-async def test_reasoning_is_told_once_it_is_closed() -> None:
+async def test_reasoning_is_told_as_it_comes_and_before_the_text() -> None:
     said, result = await told("<think>\nhm, well\n</think>\n\nYes")
-    assert list(dict.fromkeys(each.reasoning for each in said)) == [None, "hm, well"]
+    thoughts = list(dict.fromkeys(each.reasoning or "" for each in said))
+    assert (thoughts[0], thoughts[-1], "hm," in thoughts) == ("", "hm, well", True)
+    assert all(each.reasoning == "hm, well" for each in said if each.text)
+    assert said[-1] == result.said
+
+
+async def test_a_turn_that_was_cut_off_while_it_thought_is_reasoning() -> None:
+    said, result = await told("<think>\nhm, well")
+    assert (result.reasoning, result.text) == ("hm, well", "")
     assert said[-1] == result.said
 
 
