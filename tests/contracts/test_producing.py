@@ -260,6 +260,45 @@ def test_two_tasks_of_one_name_are_refused() -> None:
         Producer([task, task], manager=producer.manager, replay_buffer=ReplayBuffer(), limits=QUICK)
 
 
+# --- starving
+
+
+class OneOfMany(Scripted):
+    """Only the attempts at the first row differ, and something is always in flight."""
+
+    async def generate_sample(self, rollout_state: RolloutState) -> RolloutState:
+        state = await super().generate_sample(rollout_state)
+        for _ in range(7 * state.extra_fields["row"] % 11):
+            await anyio.lowlevel.checkpoint()
+        if state.extra_fields["row"] == 0:
+            state.reward = {"score": float(state.rollout_id)}  # type: ignore[arg-type]
+        return state
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+async def test_who_starves_trains_on_what_there_is_however_much_is_generated(mode: Any) -> None:
+    settings = ReplayBufferConfig.model_validate(
+        {
+            "on_starvation": "train_partial",
+            "filter_groups": {"enable": True, "metric": "score", "max_filtered_batches": 2},
+        }
+    )
+    strategy = SyncProduceStrategyConfig() if mode == "sync" else AsyncProduceStrategyConfig(max_staleness=1)
+    producer = make_producer(
+        OneOfMany(), strategy=strategy, buffer=build_replay_buffer(settings, trainer_mode=mode), num_rows=10_000
+    )
+    async with producer.running(), anyio.create_task_group() as tasks:
+        producer.advance(next_step=1, policy_version=0, num_wanted=3)
+        with anyio.fail_after(20):
+            if mode == "separate_async":
+                tasks.start_soon(producer.produce_loop, 3)
+            else:
+                await producer.produce_batch(3, train_step=1)
+            groups, _ = await producer.replay_buffer.sample(1, "train", 3)
+        assert rows_of(groups) == [0]
+        tasks.cancel_scope.cancel()
+
+
 # --- more than a batch at a time
 
 

@@ -180,7 +180,8 @@ class Producer:
             if self.replay_buffer.has_unusable(self._next_step, TRAIN):
                 await self.replay_buffer.events.turn("dropped")
                 self.replay_buffer.evict_unusable(self._next_step, TRAIN)
-            self.replay_buffer.check_starvation(self._next_step, TRAIN, batch_size)
+            if self.replay_buffer.check_starvation(self._next_step, TRAIN, batch_size):
+                return  # what there is has to do
             missing = self._target(task, share) - self._count(task)
             if missing > 0:
                 await self._back_off()

@@ -8,7 +8,7 @@
                                       v  |
                                 event loop: groups go on being admitted, finished and failed
 
-Waits for    `wait_for_change`: a group that changes, or its time limit
+Waits for    `wait_for_change`: a group that has changed since the last look, or its time limit
 Is woken by  the buffer; cancelling the trainer's wait ends it with an exception in the user's thread
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial, wraps
 from typing import Any
 
@@ -25,6 +26,9 @@ import anyio.to_thread
 
 from xrl_lite.replay_buffer.buffer import Metrics, ReplayBuffer
 from xrl_lite.replay_buffer.groups import GroupStatus, PromptGroup
+
+_looked: ContextVar[anyio.Event | None] = ContextVar("looked", default=None)
+"""Is set by the first change after the last look; each call of `sample` has a context, and so a value, of its own."""
 
 
 class BlockingReplayBuffer(ReplayBuffer):
@@ -51,12 +55,14 @@ class BlockingReplayBuffer(ReplayBuffer):
     def groups(self, partition_id: str, *statuses: GroupStatus) -> list[PromptGroup]:
         """Return the groups of a partition, oldest first; all of them if no status is given."""
 
-        def look() -> list[PromptGroup]:
+        def look() -> tuple[list[PromptGroup], anyio.Event]:
             self.end_overdue_leases()
             order = self.table.partition(partition_id).order.values()
-            return [group for group in order if not statuses or group.status in statuses]
+            return [group for group in order if not statuses or group.status in statuses], self.next_change
 
-        return anyio.from_thread.run_sync(look)
+        groups, change = anyio.from_thread.run_sync(look)
+        _looked.set(change)
+        return groups
 
     def take(self, uids: Sequence[str], global_steps: int) -> list[PromptGroup]:
         """Take groups out of the buffer to train on them, with their attempts."""
@@ -73,14 +79,17 @@ class BlockingReplayBuffer(ReplayBuffer):
         anyio.from_thread.run(leave)
 
     def wait_for_change(self, timeout_s: float | None = None) -> None:
-        """Block until a group has changed, or the time is over."""
+        """Block until a group has changed since `groups` was last called, or the time is over."""
+        looked = _looked.get()
 
         async def wait() -> None:
             with anyio.move_on_after(timeout_s):
-                await self.changed()
+                if looked is None or not looked.is_set():
+                    await self.changed()
 
         anyio.from_thread.check_cancelled()
         anyio.from_thread.run(wait)
+        _looked.set(None)
 
 
 def _in_a_thread(sample: Callable[..., tuple[list[PromptGroup], Metrics]]) -> Any:

@@ -484,6 +484,11 @@ class ReplayBuffer:
         """Return when a group has changed, or a lease is over. Look at the state first: what was before is not told."""
         await self._wait_until(None)
 
+    @property
+    def next_change(self) -> anyio.Event:
+        """Is set when a group changes from now on."""
+        return self._changed
+
     def wake(self) -> None:
         """Let everybody who waits for a change look again: something that they depend on has changed elsewhere."""
         self._notify()
@@ -740,10 +745,11 @@ class ReplayBuffer:
             draw.draining = draw.draining or self._num_sampleable(draw) >= draw.batch_size
             if draw.draining:
                 draw.credit = 0
-        if draw.credit == 0 or draw.starved:
+        is_short = self._num_sampleable(draw) < draw.batch_size
+        if draw.starved or not (draw.credit or is_short):
             return False
         draw.starved = self.check_starvation(draw.global_steps, draw.partition_id, draw.batch_size)
-        if draw.starved:
+        if draw.starved or draw.credit == 0:
             return False
         allowed = draw.credit
         if self._filters_in_sync:
@@ -781,7 +787,7 @@ class ReplayBuffer:
         size = min(draw.batch_size, self._num_sampleable(draw)) if draw.starved else draw.batch_size
         if self._num_sampleable(draw) < size or size == 0:
             return None
-        if (draw.draining or draw.starved) and self._num_unfinished(draw):
+        if (draw.draining or draw.starved) and self._is_refilled_only_if_asked and self._num_unfinished(draw):
             return None
         if self._too_old_is_unfinished(draw, partition):
             return None
@@ -838,6 +844,11 @@ class ReplayBuffer:
         self.discard(surplus, "surplus")
 
     # --- waiting
+
+    @property
+    def _is_refilled_only_if_asked(self) -> bool:
+        """Whether what is in flight comes to an end; otherwise whatever leaves is replaced at once."""
+        return self.trainer_mode != "separate_async"
 
     @property
     def _filters_in_sync(self) -> bool:

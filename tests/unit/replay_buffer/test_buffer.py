@@ -463,6 +463,22 @@ async def test_b5_four_asked_one_always_filtered_trains_on_three_if_the_settings
     assert sum(refiller.asked) >= 8
 
 
+async def test_what_the_producer_evicted_counts_when_a_batch_is_waited_for() -> None:
+    buffer = make_buffer(
+        "colocate_async",
+        on_starvation="train_partial",
+        filter_groups={"enable": True, "metric": "score", "max_filtered_batches": 1},
+    )
+    leases = await admit(buffer, *"abcd")
+    await buffer.finish(leases.pop("a"), scored(0, 1))
+    for lease in leases.values():
+        await buffer.finish(lease, scored(1, 1))
+    buffer.evict_unusable(1, "train")
+    with anyio.fail_after(20):
+        groups, _ = await buffer.sample(1, "train", 2)
+    assert uids(groups) == ["a"]
+
+
 async def test_starving_may_go_on(caplog: pytest.LogCaptureFixture) -> None:
     buffer = filtering(on_starvation="continue")
     refiller = Refiller(buffer, lambda call: scored(0, 1) if call > 5 else scored(1, 1))
@@ -498,9 +514,43 @@ class YoungestFirst(BlockingReplayBuffer):
         return taken, {"mine": 1.0}
 
 
+class WaitsWithoutLimit(BlockingReplayBuffer):
+    """Takes its time between looking and waiting."""
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> Any:
+        while len(ready := self.groups(partition_id, GroupStatus.FINISHED)) < batch_size:
+            self.has_looked.set()
+            self.may_wait.wait(20)
+            self.wait_for_change()
+        return self.take([group.uid for group in ready], global_steps), {}
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.has_looked, self.may_wait = threading.Event(), threading.Event()
+
+
 def custom(name: str, **settings: Any) -> ReplayBuffer:
     sampler = {"path": "tests.unit.replay_buffer.test_buffer", "name": name}
     return build_replay_buffer(ReplayBufferConfig(custom_sampler=sampler, **settings))  # type: ignore[arg-type]
+
+
+async def test_a_change_between_looking_and_waiting_is_not_lost() -> None:
+    buffer = custom("WaitsWithoutLimit")
+    assert isinstance(buffer, WaitsWithoutLimit)
+    leases = await admit(buffer, "a", "b")
+    taken: list[Any] = []
+
+    async def sample() -> None:
+        taken.extend(await buffer.sample(1, "train", 2))
+
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(sample)
+            await anyio.to_thread.run_sync(buffer.has_looked.wait)
+            for lease in leases.values():
+                await buffer.finish(lease, [make_state()])
+            buffer.may_wait.set()
+    assert uids(taken[0]) == ["a", "b"]
 
 
 async def test_a_blocking_sampler_of_the_users_is_awaited_woken_and_cancellable() -> None:
