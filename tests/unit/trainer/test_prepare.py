@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.build import make_state
+from xrl_lite.agent_loop.base import mask_unfinished
 from xrl_lite.algorithms import AlgorithmConfig, register_adv_est
 from xrl_lite.algorithms.packing import collate, pack_groups
 from xrl_lite.data import RolloutState, SampleParams, Status
@@ -76,6 +77,15 @@ async def test_a_missing_mask_means_every_token_and_masked_ones_have_no_advantag
     assert batch.response_masks == [[1, 1], [0, 1]]
     batch, _ = await estimate(batch, advantage="dr_grpo")
     assert batch.advantages == [[0.5, 0.5], [0.0, -0.5]]
+
+
+async def test_an_attempt_that_is_not_trained_on_still_counts_in_its_group() -> None:
+    group = [scored(1.0), scored(0.0, finish_reason="length")]
+    mask_unfinished([[state] for state in group])
+    batch, metrics = prepare_train_data([group])
+    batch, _ = await estimate(batch, advantage="dr_grpo")
+    assert (batch.response_masks, metrics["reward"]) == ([[1, 1], [0, 0]], 0.5)
+    assert batch.advantages == [[0.5, 0.5], [0.0, 0.0]]
 
 
 @pytest.mark.parametrize("status", [Status.FAILED, Status.ABORTED, Status.FILTERED])
