@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: w
 
 LEFT_WITHIN_S = 5.0
 _SCRUBBED = ("XRL_LITE_", "HF_", "TRANSFORMERS_", "WANDB_", "CUDA_")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules stay for good: looking through them takes seconds over a run
 
 
 @pytest.fixture(autouse=True)
