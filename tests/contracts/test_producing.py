@@ -303,10 +303,9 @@ async def test_who_starves_trains_on_what_there_is_however_much_is_generated(mod
 
 
 def over_sampling(share: float, **options: Any) -> dict[str, Any]:
-    settings = ReplayBufferConfig(stragglers="pass")
     return {
         "strategy": AsyncProduceStrategyConfig(over_sample_threshold=share, **{"max_staleness": 3, **options}),
-        "buffer": build_replay_buffer(settings, trainer_mode="colocate_async", max_failed_groups=4),
+        "buffer": build_replay_buffer(ReplayBufferConfig(), trainer_mode="colocate_async", max_failed_groups=4),
     }
 
 

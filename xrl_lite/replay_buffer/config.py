@@ -84,9 +84,10 @@ class ReplayBufferConfig(Settings):
     """What happens at the threshold: drop replaces groups that are older, wait holds sampling back until the old ones
     have ended."""
 
-    stragglers: Literal["wait", "pass"] = "wait"
+    stragglers: Literal["wait", "pass"] | None = None
     """wait trains on groups strictly in the order of their admission. pass lets finished ones go before unfinished
-    older ones, as long as none of these then becomes older than the threshold."""
+    older ones, as long as none of these then becomes older than the threshold. When not given: pass in
+    colocate_async, which is for that, and wait in the other modes."""
 
     sync_refill_failed_groups: bool = True
     """In the sync mode, replace groups of which nothing came. False trains on fewer."""
@@ -124,5 +125,5 @@ class ReplayBufferConfig(Settings):
             max_off_policy_strategy=self.max_off_policy_strategy,
             filter_metric=self.filter_groups.metric if self.filter_groups.enable else None,
             sync_refill_failed_groups=self.sync_refill_failed_groups,
-            stragglers=self.stragglers,
+            stragglers=self.stragglers or ("pass" if mode == "colocate_async" else "wait"),
         )

@@ -94,6 +94,14 @@ async def test_groups_are_taken_in_the_order_they_were_admitted() -> None:
     assert metrics["buffer/size"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("mode", "stragglers"), [("sync", "wait"), ("colocate_async", "pass"), ("separate_async", "wait")]
+)
+def test_only_where_the_slowest_are_interrupted_they_are_passed_by_default(mode: TrainerMode, stragglers: str) -> None:
+    assert make_buffer(mode).policy.stragglers == stragglers
+    assert make_buffer(mode, stragglers="wait").policy.stragglers == "wait"
+
+
 async def test_sample_waits_for_the_oldest_even_when_younger_ones_are_done() -> None:
     buffer = make_buffer()
     leases = await admit(buffer, "a", "b")
