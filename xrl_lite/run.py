@@ -172,7 +172,7 @@ async def open_trainer(
         agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
         manager = await build_manager(config, rollout, agent_loops, judgers, replay_buffer)
         producer = build_producer(config, data, tokenizer, manager, replay_buffer)
-        evaluating = evaluating_manager(agent_loops)
+        evaluating = evaluating_manager(config, agent_loops)
         encode = config.task.agent_loop_config.row_encoder(tokenizer)
         num_tested = await self_test_judgers(judgers, data.tasks, tokenizer)
         for task in config.tasks:
@@ -271,7 +271,7 @@ async def evaluate(
             judgers = Judgers(data, system)
             agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
             encode = config.task.agent_loop_config.row_encoder(tokenizer)
-            evaluator = build_evaluator(config, data.evaluation, evaluating_manager(agent_loops), encode)
+            evaluator = build_evaluator(config, data.evaluation, evaluating_manager(config, agent_loops), encode)
             assert evaluator is not None, "there are held-out rows"
             await rollout.ready()
             about = {"model": model_path, "evaluation": config.evaluation.model_dump(mode="json"), "seed": config.seed}
@@ -587,9 +587,9 @@ async def build_manager(
     )
 
 
-def evaluating_manager(agent_loops: Mapping[str, AgentLoop]) -> AgentLoopManager:
+def evaluating_manager(config: RunConfig, agent_loops: Mapping[str, AgentLoop]) -> AgentLoopManager:
     """Make what runs evaluations: always ours, and past the buffer."""
-    return AgentLoopManager(agent_loops, replay_buffer=ReplayBuffer())
+    return AgentLoopManager(agent_loops, replay_buffer=ReplayBuffer(), config=config.agent_loop_manager)
 
 
 def build_producer(

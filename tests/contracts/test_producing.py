@@ -10,7 +10,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from tests.build import ByText, make_state
-from xrl_lite.actors import ActorSystem
+from xrl_lite.actors import ActorSystem, VirtualClock
 from xrl_lite.agent_loop import (
     AgentLoop,
     AgentLoopManager,
@@ -219,6 +219,82 @@ async def test_a_hanging_attempt_costs_itself_and_not_its_group() -> None:
     (group,) = await one_batch(producer, 1)
     assert [state.status for state in group.states] == [Status.FAILED, Status.COMPLETED]
     assert group.states[0].error_msg == "sample 0: not ended within 0.05 s"
+
+
+class Splits(Scripted):
+    """Makes two trajectories of each attempt."""
+
+    async def generate_sample(self, rollout_state: RolloutState) -> list[RolloutState]:  # type: ignore[override]
+        last = await super().generate_sample(rollout_state)
+        first = last.model_copy(deep=True, update={"uid": f"{last.rollout_id}.0"})
+        for number, state in enumerate((first, last)):
+            state.session_id, state.extra_fields["trajectory"] = str(last.rollout_id), {"number": number, "of": 2}
+        return [first, last]
+
+
+async def hang_first(state: RolloutState) -> None:
+    if state.rollout_id == 0:
+        await anyio.sleep_forever()
+
+
+def test_a_group_that_had_its_time_keeps_attempts_whole() -> None:
+    producer = make_producer(Splits(hang_first), group_timeout_s=60.0)
+    (group,) = VirtualClock().run(one_batch(producer, 1))
+    assert [state.status for state in group.states] == [Status.FAILED, Status.COMPLETED, Status.COMPLETED]
+    assert [state.extra_fields.get("trajectory") for state in group.states[1:]] == [
+        {"number": 0, "of": 2},
+        {"number": 1, "of": 2},
+    ]
+
+
+class BatchJudger:
+    """Judges groups in one call, which takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        raise NotImplementedError
+
+    async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
+        await anyio.sleep(self.seconds)
+        return [state.model_copy(update={"reward": {"score": 0.5}}) for state in rollout_states]
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(9.0, Status.COMPLETED), (11.0, Status.FAILED)])
+def test_what_ended_in_time_is_judged_within_the_grace(seconds: float, status: Status) -> None:
+    class Engine:
+        async def generate(self, state: RolloutState) -> RolloutState:
+            await hang_first(state)
+            state.response_ids, state.status = [7], Status.COMPLETED
+            return state
+
+    config = SingleTurnAgentLoopConfig(enable_batch_judge=True, judge_grace_s=10.0)
+    loop = config.build(Engine(), BatchJudger(seconds))
+    late, judged = VirtualClock().run(loop.generate_group(make_states(2), timeout_s=60.0))  # type: ignore[arg-type]
+    assert (late.status, late.error_msg) == (Status.FAILED, "sample 0: not ended within 60 s")
+    assert (judged.status, judged.reward) == (status, {"score": 0.5} if status is Status.COMPLETED else None)
+
+
+class KeepsNoLimit(Scripted):
+    async def generate_group(self, rollout_states: Sequence[RolloutState], **kwargs: Any) -> list[RolloutState]:
+        return await super().generate_group(rollout_states)
+
+
+def test_a_group_whose_loop_keeps_no_limit_fails_as_a_whole() -> None:
+    producer = make_producer(KeepsNoLimit(hang_first), group_timeout_s=60.0)
+    (finished,) = VirtualClock().run(producer.manager.evaluate([make_states(2)]))
+    assert {state.status for state in finished} == {Status.FAILED}
+
+
+def test_a_hanging_attempt_does_not_keep_an_evaluation() -> None:
+    manager = make_producer(Scripted(hang_first), group_timeout_s=60.0).manager
+    (finished,) = VirtualClock().run(manager.evaluate([make_states(2)]))
+    assert [state.status for state in finished] == [Status.FAILED, Status.COMPLETED]
+
+
+def make_states(count: int) -> list[RolloutState]:
+    return [make_state(rollout_id=number, status=Status.INIT, reward=None) for number in range(count)]
 
 
 async def test_groups_run_only_inside_running() -> None:

@@ -226,6 +226,27 @@ async def test_what_a_dead_process_asked_for_is_cancelled_and_its_groups_get_the
     await loop.aclose()
 
 
+async def test_a_group_that_had_its_time_comes_back_with_what_ended(
+    system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
+) -> None:
+    rollout = HangingRolloutCtl()
+    rollout.given_up.set()
+    config = SingleTurnAgentLoopConfig(
+        hf_checkpoint=str(tiny_model_folder), cpu_resources=CPUResourcesConfig(num_workers=1, num_cpus_per_worker=0.1)
+    )
+    loop = config.build(rollout, None, system=system)
+    await loop.ready()
+    hanging, quick = (
+        state.model_copy(update={"prompt_ids": ids}) for state, ids in zip(make_states(), ([3], [1]), strict=True)
+    )
+    states = await loop.generate_group([hanging, quick], timeout_s=2.0)
+    assert [(state.status, state.response_ids) for state in states] == [
+        (Status.FAILED, None),
+        (Status.COMPLETED, [5]),
+    ]
+    await loop.aclose()
+
+
 async def test_an_answer_to_another_process_is_dropped() -> None:
     old, new = (LoopHost(SingleTurnAgentLoopConfig(), has_judger=False) for _ in range(2))
     state = make_states(1)[0]

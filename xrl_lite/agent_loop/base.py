@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -12,6 +13,7 @@ import anyio
 from pydantic import Field
 
 from xrl_lite.actors import CPUResourcesConfig
+from xrl_lite.agent_loop.failure import failed, late
 from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status
 from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
@@ -169,7 +171,7 @@ class AgentLoop(ABC):
         judger: Scores; None leaves states without a reward.
         sample_params: How to sample where the state does not say.
         enable_batch_judge: Judge groups in one call.
-        judge_grace_s: How long a judgement may take once the loop is paused.
+        judge_grace_s: How long a judgement may take once the loop is paused, or its group has had its time.
         mask_unfinished_episode: Give attempts that were cut short a mask of zeros.
     """
 
@@ -187,7 +189,7 @@ class AgentLoop(ABC):
         self.judger = judger
         self.sample_params = sample_params
         self.enable_batch_judge = enable_batch_judge
-        self._judge_grace_s = judge_grace_s
+        self.judge_grace_s = judge_grace_s
         self._mask_unfinished_episode = mask_unfinished_episode
         self._paused = anyio.Event()
 
@@ -200,7 +202,11 @@ class AgentLoop(ABC):
         """
 
     async def generate_group(
-        self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
+        self,
+        rollout_states: Sequence[RolloutState],
+        *,
+        sample_params: SampleParams | None = None,
+        timeout_s: float | None = None,
     ) -> list[RolloutState]:
         """Run all attempts at one prompt at the same time and return them in the order given.
 
@@ -209,26 +215,32 @@ class AgentLoop(ABC):
         Args:
             rollout_states: Fresh states of one prompt.
             sample_params: Instead of the loop's own, for evaluation.
+            timeout_s: Seconds for the group. Attempts that have ended by then are returned whole, the others FAILED;
+                where a group is judged in one call, that may still take `judge_grace_s`. None does not limit.
         """
-        finished: list[list[RolloutState]] = [[state] for state in rollout_states]
+        deadline = anyio.current_time() + (math.inf if timeout_s is None else timeout_s)
+        ended: list[list[RolloutState] | None] = [None] * len(rollout_states)
 
         async def run(index: int, state: RolloutState) -> None:
             try:
                 made = await self.generate_sample(state)
-                finished[index] = made if isinstance(made, list) else [made]
+                ended[index] = made if isinstance(made, list) else [made]
             except RolloutError as error:
-                state.status = Status.FAILED
-                state.error_msg = f"sample {state.rollout_id}: {error}"
+                ended[index] = [failed(state, str(error))]
 
-        with errors_as_themselves():
+        with errors_as_themselves(), anyio.CancelScope(deadline=deadline):
             async with anyio.create_task_group() as attempts:
                 for index, state in enumerate(rollout_states):
                     state.sample_params = sample_params or self.sample_params
                     attempts.start_soon(partial(run, index, state))
-        judged = await self._judge_group(finished)
+        whole = [
+            [late(state, timeout_s)] if made is None else made
+            for state, made in zip(rollout_states, ended, strict=True)
+        ]
+        await self._judge_group(whole, deadline, timeout_s)
         if self._mask_unfinished_episode:
-            mask_unfinished(judged)
-        return [state for states in judged for state in states]
+            mask_unfinished(whole)
+        return [state for states in whole for state in states]
 
     async def run_judger(self, states: RolloutState | list[RolloutState]) -> Any:
         """Judge a state, or several in one call, and return what the judger returns.
@@ -248,7 +260,7 @@ class AgentLoop(ABC):
 
         async def run_grace() -> None:
             await self._paused.wait()
-            await anyio.sleep(self._judge_grace_s)
+            await anyio.sleep(self.judge_grace_s)
             running.cancel_scope.cancel()
 
         with errors_as_themselves():
@@ -259,7 +271,7 @@ class AgentLoop(ABC):
             return judged
         for state in states if isinstance(states, list) else [states]:
             state.status, state.finish_reason, state.reward = Status.ABORTED, "abort", None
-            state.error_msg = f"paused while it was judged, and not done within {self._judge_grace_s:g} s"
+            state.error_msg = f"paused while it was judged, and not done within {self.judge_grace_s:g} s"
         return states
 
     async def ready(self) -> None:
@@ -280,16 +292,19 @@ class AgentLoop(ABC):
     async def aclose(self) -> None:
         """Give back what the loop holds: processes, tools."""
 
-    async def _judge_group(self, attempts: list[list[RolloutState]]) -> list[list[RolloutState]]:
+    async def _judge_group(self, attempts: list[list[RolloutState]], deadline: float, timeout_s: float | None) -> None:
         """Judge a group in one call where that is asked for; only the last trajectory of an attempt is judged."""
-        if self.judger is not None and self.enable_batch_judge:
-            waiting = [states for states in attempts if states and needs_judgement(states[-1])]
-            if waiting:
-                judged = await self.run_judger([states[-1] for states in waiting])
-                for states, last in zip(waiting, judged, strict=True):
-                    states[-1] = last
-                    spread_judgement(states)
-        return attempts
+        if self.judger is None or not self.enable_batch_judge:
+            return
+        waiting = [states for states in attempts if states and needs_judgement(states[-1])]
+        if not waiting:
+            return
+        judged: list[RolloutState] | None = None
+        with anyio.CancelScope(deadline=max(deadline, anyio.current_time() + self.judge_grace_s)):
+            judged = await self.run_judger([states[-1] for states in waiting])
+        for states, last in zip(waiting, judged or [late(states[-1], timeout_s) for states in waiting], strict=True):
+            states[-1] = last
+            spread_judgement(states)
 
 
 def part_of(total: int, number: int, num_workers: int) -> int:

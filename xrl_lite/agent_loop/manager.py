@@ -5,7 +5,7 @@
     generate_sequences(groups) --> lease --> agent loop (attempts that are not complete yet) --> finished | failure
                                                  '--- pause(): its requests are ended --> aborted, with what it has
 
-Waits for    the agent loops; a group that takes longer than `group_timeout_s` closes with what has ended
+Waits for    the agent loops; a group that takes longer than `group_timeout_s` closes with the attempts that have ended
 Is woken by  a group that ends
 
 A failed attempt is data: its siblings go on. Anything else (a dead engine, a bug) ends `running`: all groups in flight
@@ -28,6 +28,7 @@ from anyio.abc import TaskGroup
 
 from xrl_lite.actors import now
 from xrl_lite.agent_loop.base import AgentLoop, is_to_be_run
+from xrl_lite.agent_loop.failure import failed, late
 from xrl_lite.agent_loop.strategy import AgentLoopManagerConfig, IsValidSampleFn, all_are_valid
 from xrl_lite.data import RolloutState, Status, reset_rollout_response, split_sessions
 from xrl_lite.errors import ActorError, ConfigError, LeaseError, RunError, errors_as_themselves
@@ -36,6 +37,9 @@ from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import GroupStatus, Lease, PromptGroup, ReplayBuffer
 
 logger = get_logger(__name__)
+
+CLOSING_S = 30.0
+"""How much longer a loop may take to hand over a group that has had its time; then the whole group has failed."""
 
 LEASE_SLACK_S = 60.0
 """How much longer than a group itself its lease lasts: storing it takes time too."""
@@ -195,7 +199,7 @@ class AgentLoopManager(GroupTasks):
         if self._tasks is None:
             raise RunError("Groups can only be run inside `async with manager.running()`.")
         for group in prompts:
-            timeout_s = self.config.group_timeout_s + LEASE_SLACK_S
+            timeout_s = self._longest_s(self._loop_of(group.task_name)) + LEASE_SLACK_S
             lease = self.replay_buffer.start(
                 group.uid, worker=self._worker, timeout_s=timeout_s, global_steps=group.global_steps
             )
@@ -247,7 +251,7 @@ class AgentLoopManager(GroupTasks):
         on_group: Callable[[int, list[RolloutState]], None] | None = None,
         **kwargs: Any,
     ) -> list[list[RolloutState]]:
-        """Run groups that the buffer never sees, and return them in order.
+        """Run groups that the buffer never sees, and return them in order; each has `group_timeout_s`.
 
         Their agent loop is that of the task they name, or of the first one.
 
@@ -259,7 +263,7 @@ class AgentLoopManager(GroupTasks):
         finished = list(groups)
 
         async def run(index: int, group: list[RolloutState]) -> None:
-            finished[index] = await self._loop_of(group[0].task_name).generate_group(group, **kwargs)
+            finished[index] = await self._run_within_limit(self._loop_of(group[0].task_name), group, **kwargs)
             if on_group is not None:
                 on_group(index, finished[index])
 
@@ -299,15 +303,25 @@ class AgentLoopManager(GroupTasks):
         states = [state for state in group.states if state.status is Status.COMPLETED or is_to_be_run(state)]
         places = [place for place, state in enumerate(states) if not _has_ended(loop, state)]
         todo = [self._prepare(states[place]) for place in places]
-        with anyio.move_on_after(self.config.group_timeout_s) as limit:
-            made = await loop.generate_group(todo)
-            if len(made) != len(todo):  # a loop may split an attempt into several trajectories
-                return [state for place, state in enumerate(states) if place not in places] + made
-            for place, state in zip(places, made, strict=True):
-                states[place] = state
-        if limit.cancelled_caught:
-            self._close_late(loop, todo)
+        made = await self._run_within_limit(loop, todo)
+        if len(made) != len(todo):  # a loop may split an attempt into several trajectories
+            return [state for place, state in enumerate(states) if place not in places] + made
+        for place, state in zip(places, made, strict=True):
+            states[place] = state
         return states
+
+    async def _run_within_limit(
+        self, loop: AgentLoop, states: Sequence[RolloutState], **kwargs: Any
+    ) -> list[RolloutState]:
+        """Run attempts; the loop keeps the limit, and loses them all where it does not (its process hangs, say)."""
+        limit_s = self.config.group_timeout_s
+        with anyio.move_on_after(self._longest_s(loop)):
+            return await loop.generate_group(states, timeout_s=limit_s, **kwargs)
+        return [late(state, limit_s) for state in states]
+
+    def _longest_s(self, loop: AgentLoop) -> float:
+        """Return how long a group may take until it is handed over, its last judgement included."""
+        return self.config.group_timeout_s + loop.judge_grace_s + CLOSING_S
 
     def _prepare(self, state: RolloutState) -> RolloutState:
         if state.status is Status.ABORTED and state.task_name in self._partial_rollout:
@@ -317,13 +331,6 @@ class AgentLoopManager(GroupTasks):
             state.status = Status.INIT
         return state
 
-    def _close_late(self, loop: AgentLoop, todo: Sequence[RolloutState]) -> None:
-        """Let a group close with the attempts that have ended in time."""
-        for state in todo:
-            if not _has_ended(loop, state):
-                state.status = Status.FAILED
-                state.error_msg = f"sample {state.rollout_id}: not ended within {self.config.group_timeout_s:g} s"
-
     async def _hand_over(self, group: PromptGroup, lease: Lease, states: list[RolloutState], seconds: float) -> None:
         buffer, counts = self.replay_buffer, self._counts.setdefault(group.task_name, GroupCounts())
         if self._is_pausing and any(state.status is Status.ABORTED for state in states):
@@ -331,7 +338,7 @@ class AgentLoopManager(GroupTasks):
             return
         for state in states:
             if state.status is Status.ABORTED:  # nobody here did it, so nobody would run it again
-                state.status, state.error_msg = Status.FAILED, f"sample {state.rollout_id}: aborted by the engine"
+                failed(state, "aborted by the engine")
         self._count(counts, states, seconds)
         is_valid = self._is_valid.get(group.task_name, all_are_valid)
         good = [state for state in states if state.status is Status.COMPLETED]

@@ -40,7 +40,8 @@ from xrl_lite.actors import (
     unregister_cpu_resources,
 )
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
-from xrl_lite.data import RolloutState, SampleParams, Status
+from xrl_lite.agent_loop.failure import failed
+from xrl_lite.data import RolloutState, SampleParams
 from xrl_lite.errors import ActorDiedError, errors_as_themselves
 from xrl_lite.log import get_logger
 from xrl_lite.registry import load_plugins
@@ -104,14 +105,18 @@ class LoopHost:
         self._loop = config.build_local(stand_in, stand_in if has_judger else None)
 
     async def generate_group(
-        self, group: str, states: list[RolloutState], sample_params: SampleParams | None
+        self,
+        group: str,
+        states: list[RolloutState],
+        sample_params: SampleParams | None = None,
+        timeout_s: float | None = None,
     ) -> list[RolloutState]:
         """Run a group; its requests are taken with `take`."""
         _GROUP.set(group)
         self._running.add(group)
         self._lines.setdefault(group, _Line())
         try:
-            return await self._loop.generate_group(states, sample_params=sample_params)
+            return await self._loop.generate_group(states, sample_params=sample_params, timeout_s=timeout_s)
         finally:
             self._running.discard(group)
             self._lines.pop(group, None)
@@ -198,7 +203,7 @@ class RemoteAgentLoop(AgentLoop):
     def __init__(
         self, config: AgentLoopConfig, host: ActorHandle, rollout_ctl: RolloutCtl, judger: StateJudger | None
     ) -> None:
-        super().__init__(rollout_ctl, judger, sample_params=config.sample_params)
+        super().__init__(rollout_ctl, judger, sample_params=config.sample_params, judge_grace_s=config.judge_grace_s)
         self.host = host
         self.num_running = 0
         """Groups that it works on."""
@@ -209,7 +214,11 @@ class RemoteAgentLoop(AgentLoop):
         return await self.generate_group([rollout_state], sample_params=rollout_state.sample_params)
 
     async def generate_group(
-        self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
+        self,
+        rollout_states: Sequence[RolloutState],
+        *,
+        sample_params: SampleParams | None = None,
+        timeout_s: float | None = None,
     ) -> list[RolloutState]:
         group, states = uuid.uuid4().hex, list(rollout_states)
         restarts = self.host.restarts
@@ -220,16 +229,14 @@ class RemoteAgentLoop(AgentLoop):
                 async with anyio.create_task_group() as serving:
                     serving.start_soon(self._serve, group)
                     run = self.host.generate_group.options(max_task_retries=1)
-                    finished = await run.remote(group, states, sample_params)
+                    finished = await run.remote(group, states, sample_params, timeout_s)
                     serving.cancel_scope.cancel()
             return finished
         except ActorDiedError as error:
             if self.host.is_up and self.host.restarts == restarts:
                 raise  # an engine, say: the loop told of it
             logger.warning("a group is lost, its process died twice: %s", error)
-            for state in states:
-                state.status, state.error_msg = Status.FAILED, f"sample {state.rollout_id}: {error}"
-            return states
+            return [failed(state, str(error)) for state in states]
         finally:
             self.num_running -= 1
 
@@ -300,7 +307,10 @@ class RouterAgentLoop(AgentLoop):
     """
 
     def __init__(self, loops: Sequence[RemoteAgentLoop], config: AgentLoopConfig) -> None:
-        super().__init__(loops[0].rollout_ctl, loops[0].judger, sample_params=config.sample_params)
+        first = loops[0]
+        super().__init__(
+            first.rollout_ctl, first.judger, sample_params=config.sample_params, judge_grace_s=config.judge_grace_s
+        )
         self._loops = list(loops)
         self._turn = 0
 
@@ -308,9 +318,13 @@ class RouterAgentLoop(AgentLoop):
         return await self._pick().generate_sample(rollout_state)
 
     async def generate_group(
-        self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
+        self,
+        rollout_states: Sequence[RolloutState],
+        *,
+        sample_params: SampleParams | None = None,
+        timeout_s: float | None = None,
     ) -> list[RolloutState]:
-        return await self._pick().generate_group(rollout_states, sample_params=sample_params)
+        return await self._pick().generate_group(rollout_states, sample_params=sample_params, timeout_s=timeout_s)
 
     async def ready(self) -> None:
         for loop in self._loops:

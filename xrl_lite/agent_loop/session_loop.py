@@ -13,10 +13,8 @@ that cannot go on) goes through.
 
 from __future__ import annotations
 
-import traceback
 from abc import abstractmethod
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -29,6 +27,7 @@ from xrl_lite.agent_loop.base import (
     needs_judgement,
     spread_judgement,
 )
+from xrl_lite.agent_loop.failure import describe_error, failed
 from xrl_lite.agent_loop.output import AgentLoopOutput
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.errors import ActorError, ConfigError, JudgerError, RolloutError, RunError, WeightSyncError
@@ -176,22 +175,6 @@ def row_of(state: RolloutState) -> dict[str, Any]:
         "extra_info": info,
         "tools_kwargs": fields.get("tools_kwargs"),
     }
-
-
-def describe_error(error: BaseException) -> str:
-    """Return type, message, file, line and function of an error in user code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    place = (own or frames)[-1] if frames else None
-    where = f" at {place.filename}:{place.lineno} in {place.name}" if place else ""
-    return f"{type(error).__name__}: {error}{where}"
-
-
-def failed(state: RolloutState, reason: str) -> RolloutState:
-    """Mark a state as lost."""
-    state.status = Status.FAILED
-    state.error_msg = f"sample {state.rollout_id}: {reason}"
-    return state
 
 
 def tokenizer_of(config: AgentLoopConfig, given: Tokenizer | None) -> Tokenizer:

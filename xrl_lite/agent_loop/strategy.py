@@ -180,7 +180,7 @@ class AgentLoopManagerConfig(Settings):
     ``async create(...)`` and ``generate_sequences(prompts)``, which returns at once."""
 
     group_timeout_s: float = Field(default=3600.0, gt=0)
-    """Longest time for a group. Then it closes with the attempts that have ended."""
+    """Longest time for a group, in training and in evaluations. Then it closes with the attempts that have ended."""
 
     pause_timeout_s: float = Field(default=300.0, gt=0)
     """When generation is paused, groups that are about to end (being judged, say) get so long."""

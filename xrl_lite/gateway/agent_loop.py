@@ -247,11 +247,15 @@ class BlackBoxAgentLoop(SessionLoop):
             await program.aclose()
 
     async def generate_group(
-        self, rollout_states: Sequence[RolloutState], *, sample_params: SampleParams | None = None
+        self,
+        rollout_states: Sequence[RolloutState],
+        *,
+        sample_params: SampleParams | None = None,
+        timeout_s: float | None = None,
     ) -> list[RolloutState]:
         for index, state in enumerate(rollout_states):
             state.extra_fields.setdefault("sample_index", index)
-        return await super().generate_group(rollout_states, sample_params=sample_params)
+        return await super().generate_group(rollout_states, sample_params=sample_params, timeout_s=timeout_s)
 
     async def run_session(self, agent: str, state: RolloutState) -> list[AgentLoopOutput]:
         self._config.check_agent(agent)
