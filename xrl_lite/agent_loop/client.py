@@ -55,6 +55,24 @@ class TokenOutput:
     """``policy_versions`` per token and ``finish_reason``."""
 
 
+def request_state(
+    turn_id: str, prompt_ids: Sequence[int], *, session_id: str, task_name: str | None, sample_params: SampleParams
+) -> RolloutState:
+    """Return a state to generate from. It is not validated: for a long prompt that costs more than all the rest."""
+    return _BLANK.model_copy(
+        update={
+            "message": [],
+            "prompt_ids": list(prompt_ids),
+            "rollout_id": turn_id,
+            "uid": turn_id,
+            "session_id": session_id,
+            "task_name": task_name,
+            "sample_params": sample_params,
+            "extra_fields": {},
+        }
+    )
+
+
 class StateClient:
     """An `LLMClient` over whatever generates states.
 
@@ -83,17 +101,12 @@ class StateClient:
         """
         # the turn belongs to the id, since equal ids have equal seeds
         turn_id = f"{request_id}/{len(prompt_ids)}"
-        state = _BLANK.model_copy(  # validating a long prompt costs more than all the rest
-            update={
-                "message": [],
-                "prompt_ids": list(prompt_ids),
-                "rollout_id": turn_id,
-                "uid": turn_id,
-                "session_id": request_id,
-                "task_name": self._task_name,
-                "sample_params": self._merge(sampling_params),
-                "extra_fields": {},
-            }
+        state = request_state(
+            turn_id,
+            prompt_ids,
+            session_id=request_id,
+            task_name=self._task_name,
+            sample_params=self._merge(sampling_params),
         )
         state = await self._rollout_ctl.generate(state)
         if state.status is Status.FAILED:

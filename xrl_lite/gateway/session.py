@@ -37,6 +37,7 @@ from anyio.abc import TaskGroup
 
 from xrl_lite.agent_loop import RolloutCtl
 from xrl_lite.agent_loop.base import StreamsTokens
+from xrl_lite.agent_loop.client import request_state
 from xrl_lite.agent_loop.session_loop import ENDS_THE_RUN
 from xrl_lite.data import RolloutState, SampleParams, Status
 from xrl_lite.data.chat_template import ChatTemplate
@@ -469,11 +470,10 @@ class Session:
         prompt = hashlib.sha256(array("q", step.context_ids)).hexdigest()[:16]
         sample = self._samples_of[prompt]
         self._samples_of[prompt] += 1
-        state = RolloutState(
-            message=[],
-            prompt_ids=step.context_ids,
+        state = request_state(
             # equal ids have equal seeds: the prompt belongs to it, and which sample of it this is
-            rollout_id=f"{self._seed_name}/{prompt}/{sample}",
+            f"{self._seed_name}/{prompt}/{sample}",
+            step.context_ids,
             session_id=self.session_id,
             task_name=self._task_name,
             sample_params=params,
