@@ -14,14 +14,14 @@ _LATEX_FRACTION = re.compile(r"([+-]?)\\frac\{([^{}]+)\}\{([^{}]+)\}")
 _SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|boxed|fbox)\{([^{}]*)\}")
 _SPACING = re.compile(r"\\[,;:! ]|~|\\quad|\\left|\\right|\\displaystyle")
-_ANSWER_LINE = re.compile(r"(?:final\s+)?answer\s*(?:is|:|=)[ \t]*([^\n]+)", re.IGNORECASE)
+_ANSWER_LINE = re.compile(r"answer\s*+(?:is\b|:|=)\s*+[:=]?+\s*+([^\s:=][^\n]*)", re.IGNORECASE)
 _MARKED = re.compile(r"####[ \t]*([^\n]+)")
 _NUMBER_IN_TEXT = re.compile(
     r"[-\N{MINUS SIGN}]?[$]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|[-\N{MINUS SIGN}]?\.\d+"
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)[ \t]*\{")
 _BRACE = re.compile(r"[{}]")
-_LONGEST = 400
+_LONGEST_NUMBER = 400
 
 
 def last_boxed(text: str) -> str | None:
@@ -72,7 +72,7 @@ def same_answer(given: str, right: str) -> bool:
 
 def tidy(answer: str) -> str:
     """Return an answer without markup, units of money, spacing and the full stop behind it."""
-    text = answer.strip()[:_LONGEST].replace("\N{MINUS SIGN}", "-")
+    text = answer.strip().replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"<\|[^|]*\|>", "", text)
     text = _SPACING.sub("", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
     text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
@@ -84,7 +84,12 @@ def tidy(answer: str) -> str:
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the number a tidied text stands for: ``-3``, ``.5``, ``1e3``, ``1/2``, ``\frac{1}{2}``; else None."""
+    r"""Return the number a tidied text stands for: ``-3``, ``.5``, ``1e3``, ``1/2``, ``\frac{1}{2}``; else None.
+
+    None as well for one of more than 400 characters.
+    """
+    if len(text) > _LONGEST_NUMBER:
+        return None
     fraction = _LATEX_FRACTION.fullmatch(text)
     if fraction is not None:
         return _divide(f"{fraction[1]}{fraction[2]}" if fraction[2][0] not in "+-" else fraction[2], fraction[3])

@@ -85,6 +85,13 @@ def test_r12_the_thread_that_judges_makes_no_difference() -> None:
         (r"\boxed{0.333}", "1/3", False),
         (r"\boxed{", "2", False),
         ("I do not know", "7", False),
+        (r"The answer is: \sqrt{2}", r"\sqrt{2}", True),
+        ("The answer is: yes", "yes", True),
+        ("The answer is: B.", "B", True),
+        ("The answer is: (1,2)", "(1,2)", True),
+        ("The answer is: x+1", "x+1", True),
+        (r"The answer is: Evelyn", r"\text{Evelyn}", True),
+        ("The answer is: x+2", "x+1", False),
     ],
 )
 async def test_the_math_judger_knows_what_is_equivalent(response: str, label: str, is_right: bool) -> None:
@@ -166,6 +173,10 @@ async def test_gsm8k_scores_come_from_extra_info() -> None:
         ("nan", "inf", False),
         ("x=5", "5", True),
         ("", "0", False),
+        ("a" * 500 + "b", "a" * 500 + "c", False),
+        ("a " * 500, "a" * 500, True),
+        ("1, " * 300 + "2", "1.0," * 300 + "2", True),
+        ("1, " * 300 + "2", "1.0," * 300 + "3", False),
     ],
 )
 def test_answers_are_compared_as_what_they_mean(given: str, right: str, is_same: bool) -> None:
@@ -195,6 +206,12 @@ def test_the_last_closed_box_is_read(text: str, inside: str | None) -> None:
         ("#### 5", "5"),
         (r"Answer: 4, no: \boxed{5}", "5"),
         ("Final answer: *5*", "5"),
+        ("The answer is: 5", "5"),
+        ("the answer is =5", "5"),
+        ("The answer is:\n5", "5"),
+        ("The answer is 4. No, the answer is:", "4. No, the answer is:"),
+        ("The answer is: ", None),
+        ("The answer isn't 5", None),
         ("5", None),
     ],
 )
@@ -202,8 +219,11 @@ def test_final_answers_are_found(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
+ANSWER_LINES = ("The answer is:" + " " * 20_000, "answer " * 5_000, "The answer is " + "1" * 20_000 + "x")
+
+
 def test_long_texts_take_no_long_time() -> None:
-    for text in ("#### " + "$" * 20_000, "####" + " " * 20_000 + "x", r"\boxed{" * 5_000, "1," * 10_000, "*" * 20_000):
+    for text in ("#### " + "$" * 20_000, "####" + " " * 20_000 + "x", r"\boxed{" * 5_000, "1," * 10_000, "*" * 20_000, *ANSWER_LINES):
         final_answer(text)
         math.compute_reward(text, "1", {})
         gsm8k.compute_reward(text, "1", FLEXIBLE)
