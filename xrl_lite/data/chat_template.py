@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, cast, get_args
 
+from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.data.tokenizer import Message, Tokenizer
 from xrl_lite.errors import TemplateError
 
@@ -628,8 +629,8 @@ def _with_arguments(call: Message, *, text: bool) -> Message:
         arguments = json.dumps(arguments, ensure_ascii=False)
     elif not text and isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
+            arguments = read_json(arguments)
+        except JsonTextError:
             arguments = {"arguments": arguments}
     return {**call, "function": {**function, "arguments": arguments}}
 

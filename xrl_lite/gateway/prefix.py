@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.data.tokenizer import Message
 
 _SEED = hashlib.sha256(b"xrl-lite-prefix-v1").digest()
@@ -96,7 +97,7 @@ def _arguments(arguments: object) -> object:
     if not isinstance(arguments, str):
         return arguments if arguments is not None else {}
     try:
-        parsed: object = json.loads(arguments) if arguments.strip() else {}
-    except (json.JSONDecodeError, RecursionError):
+        parsed: object = read_json(arguments) if arguments.strip() else {}
+    except JsonTextError:
         return arguments.strip()
     return cast("Mapping[str, Any]", parsed) if isinstance(parsed, Mapping) else arguments.strip()

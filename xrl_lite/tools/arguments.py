@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, cast
 
+from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.errors import did_you_mean
 from xrl_lite.tools.schema import ToolSchema
 
@@ -78,8 +79,8 @@ def read_text(text: str, schema: Mapping[str, Any]) -> Any:
     if "string" in kinds:
         return text
     try:
-        return json.loads(stripped)
-    except json.JSONDecodeError:
+        return read_json(stripped)
+    except JsonTextError:
         return text
 
 
@@ -168,12 +169,12 @@ def _number(text: str, kind: str) -> int | float | None:
 
 def _json_or_literal(text: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        return read_json(text)
+    except JsonTextError:
         pass
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return read_json(json.dumps(ast.literal_eval(text)))  # literals know bytes and sets, which JSON does not
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return None
 
 

@@ -219,11 +219,17 @@ def test_final_answers_are_found(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
-ANSWER_LINES = ("The answer is:" + " " * 20_000, "answer " * 5_000, "The answer is " + "1" * 20_000 + "x")
-
-
 def test_long_texts_take_no_long_time() -> None:
-    for text in ("#### " + "$" * 20_000, "####" + " " * 20_000 + "x", r"\boxed{" * 5_000, "1," * 10_000, "*" * 20_000, *ANSWER_LINES):
+    for text in (
+        "#### " + "$" * 20_000,
+        "####" + " " * 20_000 + "x",
+        r"\boxed{" * 5_000,
+        "1," * 10_000,
+        "*" * 20_000,
+        "The answer is:" + " " * 20_000,
+        "answer " * 5_000,
+        "The answer is " + "1" * 20_000 + "x",
+    ):
         final_answer(text)
         math.compute_reward(text, "1", {})
         gsm8k.compute_reward(text, "1", FLEXIBLE)

@@ -299,6 +299,9 @@ def test_golden(name: str, case: str, text: str, content: str, calls: list[Funct
     assert parsed.content == content
 
 
+LONG = "9" * 5000
+"""A number that Python does not read: int() has a limit of 4300 digits."""
+DEEP = "[" * 3000 + "]" * 3000
 MALFORMED: list[tuple[str, str, str, str]] = [
     ("hermes", '<tool_call>{"name": "add", "arguments": {"x": "1"', "add", "not valid JSON"),  # T1
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "", "no name"),
@@ -325,6 +328,16 @@ MALFORMED: list[tuple[str, str, str, str]] = [
     ("gemma", f"<|tool_call>call:add{{x:{Q}1", "add", "no closing quote"),
     ("gemma", "<|tool_call>add(1)<tool_call|>", "", "does not begin with call:"),
     ("gemma", "<|tool_call>call:add{" + "x:{" * 200, "add", "brackets"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"x": ' + LONG + "}}</tool_call>", "add", "too many digits"),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"x": ' + DEEP + "}}</tool_call>", "add", "brackets"),
+    ("gpt-oss", ' to=functions.add<|message|>{"x": ' + LONG + "}<|call|>", "add", "too many digits"),
+    ("gpt-oss", ' to=functions.add<|message|>{"x": ' + DEEP + "}<|call|>", "add", "brackets"),
+    (
+        "kimi",
+        "<|tool_calls_section_begin|><|tool_call_begin|>other<|tool_call_argument_begin|>" + f'{{"x": {LONG}}}',
+        "other",
+        "too many digits",
+    ),
 ]
 
 
@@ -416,7 +429,19 @@ PIECES = f"""<tool_call> </tool_call> <function= add > <parameter=x> </parameter
 <|tool_call_argument_begin|> <|start|>assistant to=functions.add <|message|> <|call|> <arg_key> </arg_key> <arg_value>
 </arg_value> <invoke <parameter name="add"> name="x"> <{D}tool_calls> <{D}invoke <{D}parameter 1 <|tool_call>
 call:add{{ {Q} <tool_call|> x: [ ] null \\ é"""
-FRAGMENTS = st.sampled_from([*PIECES.split(), " ", "\n"])
+HARD = (
+    LONG,
+    "0x" + "f" * 5000,
+    "1e999",
+    "NaN",
+    DEEP,
+    "[" * 990 + "]" * 990,
+    '{"x":' * 3000,
+    "[{1}]",
+    "[b'a']",
+    "{(1,): 2}",
+)
+FRAGMENTS = st.sampled_from([*PIECES.split(), " ", "\n", *HARD])
 
 
 @settings(max_examples=30, deadline=None)
@@ -425,3 +450,36 @@ FRAGMENTS = st.sampled_from([*PIECES.split(), " ", "\n"])
 def test_nothing_a_model_writes_raises(name: str, text: str) -> None:
     for found in parse(name, text).calls:
         assert found.error or isinstance(json.loads(found.arguments), dict)
+
+
+def written_call(name: str, value: str) -> str:
+    """A call of `add` with one argument as it stands."""
+    return {
+        "hermes": f'<tool_call>{{"name": "add", "arguments": {{"x": {value}}}}}</tool_call>',
+        "gpt-oss": f' to=functions.add<|message|>{{"x": {value}}}<|call|>',
+        "qwen3_coder": f"<tool_call><function=add><parameter=x>{value}</parameter></function></tool_call>",
+        "glm": f"<tool_call>add<arg_key>x</arg_key><arg_value>{value}</arg_value></tool_call>",
+        "seed": f"<seed:tool_call><function=add><parameter=x>{value}</parameter></function></seed:tool_call>",
+        "minimax": f"<minimax:tool_call><invoke name=add><parameter name=x>{value}</parameter></invoke>",
+        "kimi": f'<|tool_calls_section_begin|><|tool_call_begin|>a<|tool_call_argument_begin|>{{"x":{value}}}',
+        "deepseek": f"<{D}tool_calls><{D}invoke name='add'><{D}parameter name='x' string='false'>{value}",
+        "gemma": f"<|tool_call>call:add{{x:{value}}}<tool_call|>",
+    }[name]
+
+
+@pytest.mark.parametrize("kind", ["integer", "number", "string", "boolean", "array", "object", "null", "thing"])
+@pytest.mark.parametrize("name", NINE)
+def test_no_value_in_a_well_formed_call_raises(name: str, kind: str) -> None:
+    parser, schema = ToolParser.get_tool_parser(name), tool("add", ["x"], x=kind)
+    for value in HARD:
+        (found,) = parser.parse(written_call(name, value), [schema]).calls
+        assert found.checked().error or isinstance(found.parameters, dict)
+
+
+@pytest.mark.parametrize("name", NINE)
+def test_long_texts_take_no_long_time(name: str) -> None:
+    """What looked at the rest of the text again for each piece would take minutes, which a test does not have."""
+    parser = ToolParser.get_tool_parser(name)
+    head = parser.call_marks[0] if parser.call_marks else "<|message|><|end|>"
+    for piece in [*PIECES.split(), "<arg_key>x</arg_key>", "x", "<arg_key></arg_key>"]:
+        parser.parse(f"{head}add" + piece * (20_000 // len(piece)), TOOLS)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
+from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.registry import Registry
 from xrl_lite.tools.schema import ToolSchema
 
@@ -156,8 +157,8 @@ def call_of(name: object, arguments: object, *, call_id: str | None = None) -> F
         return FunctionCall("", raw, call_id, error="the call has no name")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments.strip() else {}
-        except json.JSONDecodeError as error:
+            arguments = read_json(arguments) if arguments.strip() else {}
+        except JsonTextError as error:
             return FunctionCall(name.strip(), raw, call_id, error=f"the arguments are not valid JSON: {error}")
     if arguments is None:
         arguments = {}

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from xrl_lite.data.json_text import MAX_DEPTH, JsonTextError, read_json
 from xrl_lite.tools.parsers.base import FunctionCall, ParsedResponse, ToolParser
 from xrl_lite.tools.schema import ToolSchema
 
@@ -101,8 +102,8 @@ class _Reader:
 
     def _enter(self, bracket: str) -> None:
         self._depth += 1
-        if self._depth > 100:
-            raise _NotReadableError("more than 100 brackets inside each other")
+        if self._depth > MAX_DEPTH:
+            raise _NotReadableError(f"more than {MAX_DEPTH} brackets inside each other")
         if not self._skip(bracket):
             raise _NotReadableError(f"expected {bracket} at {self._rest()}")
 
@@ -145,8 +146,8 @@ def _bare(text: str) -> Any:
     if text in named:
         return named[text]
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError:
+        value = read_json(text)
+    except JsonTextError:
         return text
     return value if isinstance(value, int | float) else text
 

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
+from xrl_lite.data.json_text import JsonTextError, read_json, read_json_at
 from xrl_lite.tools.parsers.base import FunctionCall, ParsedResponse, ToolParser, call_of
 from xrl_lite.tools.schema import ToolSchema
 
-_JSON = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
 
 
 class HermesParser(ToolParser):
@@ -44,15 +45,14 @@ class HermesParser(ToolParser):
 
     def _read_block(self, text: str, start: int) -> tuple[list[FunctionCall], int]:
         """Return the calls of one block, and where the text goes on."""
-        begin = start + len(text[start:]) - len(text[start:].lstrip())
         try:
-            value, end = _JSON.raw_decode(text, begin)
-        except (json.JSONDecodeError, RecursionError) as error:
+            value, end = read_json_at(text, _behind_space(text, start))
+        except JsonTextError as error:
             return self._malformed(text, start, f"the call is not valid JSON: {error}")
-        rest = text[end:]
-        if rest.lstrip().startswith(self._closing):
-            end += rest.index(self._closing) + len(self._closing)
-        elif rest.strip() and not rest.lstrip().startswith(self._opening) and self._closing in rest:
+        behind = _behind_space(text, end)
+        if text.startswith(self._closing, behind):
+            end = behind + len(self._closing)
+        elif behind < len(text) and not text.startswith(self._opening, behind) and text.find(self._closing, behind) > 0:
             return self._malformed(text, start, "there is text behind the JSON of the call")
         given = cast("list[Any]", value if isinstance(value, list) else [value])
         return [_call_of_object(each) for each in given], end
@@ -79,19 +79,17 @@ class HarmonyParser(ToolParser):
 
     stop_texts = ("<|call|>", "<|return|>")
     keeps_special_tokens = True
-    _message = re.compile(
-        r"(?P<header>.*?)<\|message\|>(?P<body>.*?)(?:<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z)", re.DOTALL
-    )
+    _opening = "<|message|>"
+    _end = re.compile(r"<\|end\|>|<\|call\|>|<\|return\|>|(?=<\|start\|>)|\Z")
     _recipient = re.compile(r"\bto=(?P<recipient>[^\s<]+)")
 
     def parse(self, text: str, tools: Sequence[ToolSchema]) -> ParsedResponse:
         content: list[str] = []
         calls: list[FunctionCall] = []
         text = text.replace("<|endoftext|>", "")
-        if "<|message|>" not in text:
+        if self._opening not in text:
             return ParsedResponse(text)
-        for match in self._message.finditer(text):
-            header, body = match.group("header"), match.group("body")
+        for header, body in self._messages(text):
             recipient = self._recipient.search(header)
             if recipient is not None:
                 name = recipient.group("recipient").removeprefix("functions.")
@@ -99,6 +97,16 @@ class HarmonyParser(ToolParser):
             elif "analysis" not in header:
                 content.append(body)
         return ParsedResponse("".join(content), tuple(calls))
+
+    def _messages(self, text: str) -> Iterator[tuple[str, str]]:
+        """Yield header and body of each message; what is behind the last is dropped."""
+        place = 0
+        while (opened := text.find(self._opening, place)) >= 0:
+            begin = opened + len(self._opening)
+            end = self._end.search(text, begin)
+            assert end is not None, "the pattern matches at the end of the text"
+            yield text[place:opened], text[begin : end.start()]
+            place = end.end()
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
         written = (
@@ -155,6 +163,12 @@ class KimiParser(ToolParser):
             yield call_of(name, arguments, call_id=call_id)
 
 
+def _behind_space(text: str, place: int) -> int:
+    match = _SPACE.match(text, place)
+    assert match is not None, "the pattern matches everywhere"
+    return match.end()
+
+
 def _call_of_object(value: object) -> FunctionCall:
     if not isinstance(value, Mapping):
         raw = json.dumps(value, ensure_ascii=False)
@@ -177,8 +191,8 @@ def _name_in_id(call_id: str, arguments: str, tools: Sequence[ToolSchema]) -> st
     if len(inside) == 1:
         return inside[0]
     try:
-        given: object = json.loads(arguments)
-    except json.JSONDecodeError:
+        given: object = read_json(arguments)
+    except JsonTextError:
         return stem
     if not isinstance(given, dict):
         return stem

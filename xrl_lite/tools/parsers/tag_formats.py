@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.tools.arguments import read_text
 from xrl_lite.tools.parsers.base import FunctionCall, ParsedResponse, ToolParser, properties_of
 from xrl_lite.tools.schema import ToolSchema
@@ -186,8 +187,8 @@ class DeepseekParser(MinimaxParser):
             return raw
         if parameter.group("string") == "false":
             try:
-                return json.loads(raw)
-            except json.JSONDecodeError:
+                return read_json(raw)
+            except JsonTextError:
                 return raw
         return read_text(raw, schema)
 
@@ -199,7 +200,7 @@ class GlmParser(_TagParser):
     call_marks = ("<tool_call>",)
     _block_tags = ("<tool_call>", "</tool_call>")
     _pair = re.compile(
-        r"<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>(?=\s*(?:<arg_key>|\Z))|\Z)",
+        r"\s*<arg_key>(?P<name>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)(?:</arg_value>(?=\s*(?:<arg_key>|\Z))|\Z)",
         re.DOTALL,
     )
     _think = re.compile(r"^\s*<think>.*?</think>\s*", re.DOTALL)
@@ -225,9 +226,7 @@ class GlmParser(_TagParser):
         properties = properties_of(name, tools)
         arguments: dict[str, Any] = {}
         place, pairs = 0, (mark + rest).rstrip()
-        for match in self._pair.finditer(pairs):
-            if pairs[place : match.start()].strip():
-                break
+        while (match := self._pair.match(pairs, place)) is not None:
             key = match.group("name").strip()
             arguments[key] = read_text(match.group("value"), properties.get(key, {}))
             place = match.end()
