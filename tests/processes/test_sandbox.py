@@ -50,6 +50,13 @@ def test_a_program_has_its_input_its_folder_and_nothing_of_ours(
     assert result.explain() == "exit code 3"
 
 
+@pytest.mark.parametrize("max_file_bytes", [0, MIB])
+def test_the_input_is_no_file_that_the_program_writes(max_file_bytes: int) -> None:
+    sandbox = Sandbox(LIMITS.model_copy(update={"max_file_bytes": max_file_bytes}))
+    result = sandbox.run_python("import sys; print(len(sys.stdin.read()))", stdin="x" * (3 * MIB))
+    assert result.stdout == f"{3 * MIB}\n"
+
+
 @pytest.mark.parametrize(
     ("source", "ending", "says"),
     [

@@ -184,6 +184,7 @@ def _write_files(spec: dict[str, Any]) -> None:
 
 def _be_program(spec: dict[str, Any], report_fd: int, held: list[str]) -> None:
     try:
+        stdin = _file_with(spec["stdin"].encode())  # before the limits: it is no file that the program writes
         # a namespace counts its own processes only; without one, those that the user has anyway come on top
         others = 2 if "namespaces" in held else _count_tasks_of(os.getuid())
         for name, value in {**spec["limits"], "RLIMIT_NPROC": spec["max_processes"] + others}.items():
@@ -196,9 +197,6 @@ def _be_program(spec: dict[str, Any], report_fd: int, held: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and that would be inherited
             signal.signal(number, signal.SIG_DFL)
-        stdin = os.memfd_create("stdin")
-        os.write(stdin, spec["stdin"].encode())
-        os.lseek(stdin, 0, os.SEEK_SET)
         os.dup2(stdin, 0)
         os.closerange(3, report_fd)
         os.closerange(report_fd + 1, 256)
@@ -210,6 +208,15 @@ def _be_program(spec: dict[str, Any], report_fd: int, held: list[str]) -> None:
     except BaseException as error:  # noqa: BLE001 - as above
         _report(report_fd, error=repr(error))
     os._exit(127)
+
+
+def _file_with(content: bytes) -> int:
+    """Return a descriptor of a file in memory with this content, at its beginning."""
+    fd, left = os.memfd_create("stdin"), memoryview(content)
+    while left:
+        left = left[os.write(fd, left) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 # What a program needs neither for computing nor for its own files and children. socketpair stays: asyncio needs it.
