@@ -255,6 +255,19 @@ def completion(text: str) -> httpx.Response:
     return httpx.Response(200, json={"choices": [{"message": {"content": text}}]})
 
 
+NUMBERS = [
+    ("-1", "-1", -1.0),
+    (".5", ".5", 0.5),
+    ("**-0.5**", "-0.5", -0.5),
+    ("$-.25$.", "-.25", -0.25),
+    ("\N{MINUS SIGN}1", "\N{MINUS SIGN}1", -1.0),
+    ("+2", "+2", 2.0),
+    ("1e-3.", "1e-3", 0.001),
+    ("... 0.7", "0.7", 0.7),
+]
+"""What a judge writes, what of it is the verdict, and the number that it is."""
+
+
 class TestLlmJudge:
     async def judge(self, service: Service, config: LlmJudgerConfig | None = None, **fields: Any) -> RolloutState:
         config = config or LlmJudgerConfig(hosts=["one:1"], model="m", retry_wait_s=0.0)
@@ -273,6 +286,11 @@ class TestLlmJudge:
                 {"verdict_pattern": r"Score: (\d+)", "verdict_scores": None, "verdict_scale": 10},
                 {"score": 0.7, "verdict": "7"},
             ),
+            *(
+                (f"Verdict: {written}", {"verdict_scores": None}, {"score": number, "verdict": verdict})
+                for written, verdict, number in NUMBERS
+            ),
+            ("Verdict - correct.", {}, {"score": 1.0, "verdict": "correct"}),
             ("long", {"verdict_parser": len}, {"score": 4}),
             ("long", {"verdict_parser": lambda text: {"score": 1.0, "text": text}}, {"score": 1.0, "text": "long"}),
         ],

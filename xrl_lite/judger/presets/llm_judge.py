@@ -41,7 +41,9 @@ Answers in different forms agree if they mean the same. An answer that is cut of
 Say in one sentence what you compared. Then write a last line: Verdict: correct, or Verdict: incorrect.
 """
 
-VERDICT_PATTERN = r"[Vv]erdict\W*([\w.+-]*\w)"
+_MINUS = "\N{MINUS SIGN}"
+VERDICT_PATTERN = rf"[Vv]erdict\W*?((?:[-+{_MINUS}]?\.?\d|\w)(?:[\w.+-]*\w)?)"
+"""What follows the word, behind any marks: a word, or a number with its sign and its point."""
 
 
 class Verdict:
@@ -73,7 +75,7 @@ class Verdict:
                 raise RewardValueError(f"the judge's verdict {verdict!r} is none of {', '.join(self._scores)}.")
             return {"score": self._scores[verdict.casefold()], "verdict": verdict}
         try:
-            return {"score": float(verdict) / self._scale, "verdict": verdict}
+            return {"score": float(verdict.replace(_MINUS, "-")) / self._scale, "verdict": verdict}
         except ValueError as error:
             raise RewardValueError(f"the judge's verdict {verdict!r} is not a number.") from error
 
