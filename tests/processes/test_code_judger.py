@@ -182,6 +182,7 @@ def test_the_last_closed_python_block_is_read(response: str, code: str | None) -
         ({"tests": ["assert 1"]}, AssertTest("assert 1")),
         ({"inputs": [["a", "b"]], "outputs": ["c"]}, StdinTest("a\nb", "c")),
         ({"inputs": ['[1]\n"x"'], "outputs": ["true"], "fn_name": "f"}, CallTest("f", [[1], "x"], True)),
+        ({"inputs": ['"\u2028"\r\n"x"'], "outputs": ["true"], "fn_name": "f"}, CallTest("f", ["\u2028", "x"], True)),
         ("[1][0] == 1 or exit(1)", AssertTest("[1][0] == 1 or exit(1)")),
     ],
 )

@@ -13,7 +13,6 @@ Anything else is described by `DataConfig.columns`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -22,6 +21,7 @@ from typing import Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
+from xrl_lite.data.json_text import JsonTextError, read_json, split_lines
 from xrl_lite.errors import ConfigError, DataError, did_you_mean
 from xrl_lite.settings import Settings, UserPath
 
@@ -262,16 +262,16 @@ def _read_file(path: Path) -> Iterator[Mapping[str, Any]]:
                 raise DataError(f"{path}, row {index}: expected a JSON object, got {repr(cast('object', row))[:60]}.")
             yield cast("dict[str, Any]", row)
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(split_lines(text), start=1):
         if line.strip():
             yield _json(line, f"{path}, line {number}", dict)
 
 
 def _json(text: str, place: str, kind: type) -> Any:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place}: not valid JSON ({error.msg} at character {error.pos}).") from error
+        value = read_json(text)
+    except JsonTextError as error:
+        raise DataError(f"{place}: not valid JSON ({error}).") from error
     if not isinstance(value, kind):
         raise DataError(f"{place}: expected a JSON {'list' if kind is list else 'object'}, got {text[:60]!r}.")
     return value

@@ -26,6 +26,7 @@ import anyio
 
 from xrl_lite import actors
 from xrl_lite.actors import ActorHandle, RestartPolicy
+from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.errors import ActorDiedError, ActorTimeoutError
 
 if TYPE_CHECKING:
@@ -199,6 +200,6 @@ def _with_reward(file: Path) -> ProgramResult:
         return ProgramResult(problem=None)
     text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        return ProgramResult(problem=None, reward=json.loads(text))
-    except json.JSONDecodeError as error:
+        return ProgramResult(problem=None, reward=read_json(text))
+    except JsonTextError as error:
         return ProgramResult(problem=f"wrote {text[:100]!r} into XRL_LITE_REWARD_FILE, which is no JSON: {error}")

@@ -25,6 +25,7 @@ from typing import Any, TextIO, cast
 
 from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
 from xrl_lite.data import DataConfig, RolloutState, Row, Status, parse_row, read_raw_rows
+from xrl_lite.data.json_text import split_lines
 from xrl_lite.errors import ConfigError, DataError, did_you_mean, errors_as_themselves
 from xrl_lite.judger.adapters import content_text
 from xrl_lite.judger.base import Judger
@@ -106,7 +107,7 @@ def open_output(path: Path, samples: Sequence[Sample], *, resume: bool) -> list[
     whole = text[: text.rfind("\n") + 1]  # a line that was being written when the run ended is written again
     if len(whole) < len(text):
         path.write_text(whole, encoding="utf-8")
-    records: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+    records: list[dict[str, Any]] = [json.loads(line) for line in split_lines(whole)]
     for position, record in enumerate(records):
         sample = samples[position] if position < len(samples) else None
         if sample is None or not _is_record_of(record, sample):

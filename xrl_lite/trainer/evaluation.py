@@ -22,6 +22,7 @@ from typing import Any, cast
 
 from xrl_lite.agent_loop.manager import AgentLoopManager
 from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status, each_row_once, split_sessions
+from xrl_lite.data.json_text import split_lines
 from xrl_lite.errors import RunError
 from xrl_lite.metrics import bootstrap_interval, majority_score, pass_at_k
 
@@ -217,4 +218,4 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
+    return [json.loads(line) for line in split_lines(whole)]

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from xrl_lite.data.json_text import split_lines
 from xrl_lite.errors import RunError
 from xrl_lite.replay_buffer import PromptGroup
 
@@ -133,7 +134,7 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the lines of a .jsonl file; none if there is no such file, and a torn last line is left out."""
     if not file.exists():
         return
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in split_lines(file.read_text(encoding="utf-8")):
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

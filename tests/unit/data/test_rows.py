@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_broken_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"question": "q", "answer": "1"}\n{"question"\n', encoding="utf-8")
     with pytest.raises(DataError, match="line 2: not valid JSON"):
+        load_rows(DataConfig(path=path))
+
+
+def test_a_line_ends_at_a_line_break_and_nowhere_else(tmp_path: Path) -> None:
+    texts = ["one\u2028two\u2029three\x85four", "five"]
+    lines = [json.dumps({"question": text, "answer": "1"}, ensure_ascii=False) for text in texts]
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes("\r\n".join([*lines, ""]).encode())
+    assert [row.prompt[-1]["content"] for row in load_rows(DataConfig(path=path))] == texts
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, "[" * 100_000])
+def test_a_line_that_python_does_not_read_is_named(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"question": {value}}}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="line 1: not valid JSON"):
         load_rows(DataConfig(path=path))
 
 

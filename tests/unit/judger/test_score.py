@@ -78,6 +78,22 @@ def test_a_run_that_was_ended_goes_on_behind_the_last_whole_line(
     assert "0.6667" in said(capsys)  # those that were there are counted as well
 
 
+def test_a_run_goes_on_though_texts_hold_every_kind_of_line_break(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = answers(2)
+    rows[0]["question"] = "one\u2028two\u2029three\x85four\rfive\x1csix"
+    data = write_rows(tmp_path / "answers.jsonl", rows)
+    arguments = ["score", str(data)]
+    assert main(arguments) == 0
+    output = data.with_suffix(".scored.jsonl")
+    output.write_text(output.read_text(encoding="utf-8").partition("\n")[0] + "\n", encoding="utf-8")
+    assert main([*arguments, "--resume"]) == 0
+    capsys.readouterr()
+    written = output.read_text(encoding="utf-8").split("\n")
+    assert [json.loads(line)["question"] for line in written[:-1]] == [rows[0]["question"], "1?"]
+
+
 def test_an_output_of_other_samples_is_not_gone_on_with(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["score", str(data)]) == 0
     rows = answers()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from xrl_lite.errors import RunError
-from xrl_lite.trainer.run_folder import RunFolder
+from xrl_lite.trainer.run_folder import RunFolder, read_lines
 
 
 def test_a_folder_in_use_is_refused_and_free_after_closing(tmp_path: Path) -> None:
@@ -46,3 +46,9 @@ def test_what_comes_after_a_checkpoint_is_forgotten(tmp_path: Path) -> None:
         "step_000002.jsonl",
     ]
     folder.close()
+
+
+def test_lines_are_read_whatever_their_texts_hold(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    file.write_text('{"text": "one\u2028two\x85three"}\n{"text": "torn', encoding="utf-8")
+    assert list(read_lines(file)) == [{"text": "one\u2028two\x85three"}]

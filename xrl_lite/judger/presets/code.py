@@ -16,6 +16,7 @@ from typing import Any, cast
 import anyio
 from pydantic import Field
 
+from xrl_lite.data.json_text import split_lines
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import DataError
 from xrl_lite.judger.base import Judger, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, label_of
@@ -239,7 +240,7 @@ class CodeJudger(Judger):
         work = {"function": tests[0].function, "arguments": [test.arguments for test in tests]}
         files = {"main.py": CALL_RUNNER, "solution.py": code}
         result = await self._run(files, stdin=json.dumps(work), wall_time_s=deadline - monotonic())
-        answers = [_read_json(line) for line in result.stdout.splitlines()]
+        answers = [_read_json(line) for line in split_lines(result.stdout)]
         passed, reason = 0, ""
         for number, test in enumerate(tests):
             if number >= len(answers):
@@ -421,14 +422,14 @@ def _read_list(label: Sequence[Any]) -> Tests | None:
 def _read_call(name: str, given: Any, expected: Any) -> CallTest:
     """Read a call whose arguments are a list, or a text with one JSON value on each line."""
     if isinstance(given, str):
-        return CallTest(name, [_read_json(line) for line in given.splitlines()], _read_json(expected))
+        return CallTest(name, [_read_json(line) for line in split_lines(given)], _read_json(expected))
     return CallTest(name, given, expected)
 
 
 def _read_json(text: Any) -> Any:
     try:
         return json.loads(text)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return text
 
 
