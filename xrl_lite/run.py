@@ -444,7 +444,7 @@ def build_critic(
         return None
     return CriticController(
         system,
-        config=config.critic,
+        config=config.resolved_critic,
         model_path=config.critic.path or model_path,
         num_updates=config.num_critic_updates,
         seed=config.seed,

@@ -63,12 +63,16 @@ def test_a_value_stays_near_its_old_one_within_a_step(tiny_model_folder: Path) -
     assert free.train_batch(batch)["critic/vf_clipfrac"] == 0.0
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "session-mean-token-mean"])
+@pytest.mark.parametrize("mode", ["token-mean", "session-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_updates_of_a_critic_do_not_depend_on_packing(mode: Any, tiny_model_folder: Path) -> None:
     found: list[Any] = []
     for limits in ((4096, 16384), (8, 16)):
         critic = make_critic(
-            tiny_model_folder, loss_agg_mode=mode, max_tokens_per_row=limits[0], max_tokens_per_micro_batch=limits[1]
+            tiny_model_folder,
+            loss_agg_mode=mode,
+            loss_scale_factor=6.0,
+            max_tokens_per_row=limits[0],
+            max_tokens_per_micro_batch=limits[1],
         )
         metrics = [critic.train_batch(with_returns(critic, make_batch(seed))) for seed in (0, 1)]
         found.append((metrics, critic.values(make_batch(2))))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from tests.numerics.test_model import make_batch, plain_logprobs
 from xrl_lite.algorithms import AlgorithmConfig
@@ -81,6 +82,14 @@ def test_merged_and_apart_it_is_the_policy_that_was_trained(
 
     again = make_worker(tiny_model_folder, path=str(tmp_path / "hf" / "adapter"))
     assert flat(again.measure(make_batch(), ["old_logprobs"])["old_logprobs"]) == pytest.approx(trained, abs=1e-5)
+
+
+def test_the_merged_model_ends_where_the_model_did(tiny_model_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model_folder, folder)
+    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(folder)
+    make_worker(folder).save_checkpoint(tmp_path / "engine", hf_folder=tmp_path / "hf")
+    assert GenerationConfig.from_pretrained(tmp_path / "hf").eos_token_id == [1, 7]
 
 
 def test_the_adapter_alone_is_handed_over_as_peft_names_it(tiny_model_folder: Path, tmp_path: Path) -> None:

@@ -137,6 +137,13 @@ class RunConfig(Settings):
         return self.algorithm.model_copy(update={"loss_scale_factor": float(longest)})
 
     @property
+    def resolved_critic(self) -> CriticConfig:
+        """The settings of the critic, likewise."""
+        if self.critic.loss_scale_factor is not None:
+            return self.critic
+        return self.critic.model_copy(update={"loss_scale_factor": self.resolved_algorithm.loss_scale_factor})
+
+    @property
     def folder(self) -> Path:
         """Folder of the run."""
         return self.output_dir / self.name

@@ -180,3 +180,6 @@ class CriticConfig(EngineConfig):
 
     loss_agg_mode: LossAggregation = "token-mean"
     """How the errors of tokens become one number."""
+
+    loss_scale_factor: float | None = Field(default=None, gt=0)
+    """Tokens by which seq-mean-token-sum-norm divides; that of the algorithm when not given."""

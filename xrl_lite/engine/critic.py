@@ -76,7 +76,12 @@ class CriticWorker(RankWorker):
 
     def _update(self, part: TrainBatch) -> dict[str, float]:
         size = self._engine.get_data_parallel_size()
-        info = BatchInfo.of(part.response_masks, part.sessions, dp_size=size)
+        info = BatchInfo.of(
+            part.response_masks,
+            part.sessions,
+            dp_size=size,
+            loss_scale_factor=self._critic.loss_scale_factor,
+        )
         tokens = session_num_tokens(part.response_masks, part.sessions)
         means, loss_sum = WeightedMeans(), 0.0
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from xrl_lite.algorithms.packing import PackedBatch
 from xrl_lite.engine.base import OutputRequest, TokenOutputs
+from xrl_lite.engine.packed_forward import model_inputs
 from xrl_lite.engine.sharding import DTYPES
 from xrl_lite.engine.transformers_engine import OutputsOf, TransformersEngine
 from xrl_lite.errors import ConfigError
@@ -57,7 +58,7 @@ class LanguageModelEngine(TransformersEngine):
             yield
 
     def _load(self, path: str) -> nn.Module:
-        # sdpa takes the boolean masks of packed rows; dropout is off in every model this trains, so is randomness
+        # sdpa takes the boolean masks of packed rows
         dtype = DTYPES[self._config.dtype]
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
 
@@ -97,12 +98,7 @@ def _outputs_of_model(
 
     `max_logits_tokens` is None for a model whose logits are more than its head applied to the last hidden state.
     """
-    inputs = {
-        "input_ids": batch.input_ids,
-        "position_ids": batch.position_ids,
-        "attention_mask": batch.attention_mask,
-        "use_cache": False,
-    }
+    inputs = model_inputs(model, batch)
     if max_logits_tokens is None:
         logits = _at_temperature(model(**inputs).logits.flatten(0, 1)[batch.predicted_at], temperature)
         return dict(vars(token_outputs(logits, batch, request)))
@@ -176,7 +172,7 @@ def token_entropy(logits: Tensor, total: Tensor) -> Tensor:
 
 def _head_is_linear(model: Any) -> bool:
     """Whether logits are just the output embedding of the last hidden state (no soft cap, no scaling)."""
-    probe = torch.arange(4).unsqueeze(0)
+    probe = torch.arange(4, device=next(model.parameters()).device).unsqueeze(0)
     with torch.no_grad():
         hidden = model.base_model(input_ids=probe, use_cache=False).last_hidden_state
         expected = model(input_ids=probe, use_cache=False).logits

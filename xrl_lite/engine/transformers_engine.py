@@ -30,6 +30,7 @@ from xrl_lite.algorithms.packing import PackedBatch
 from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs, ValueOutputs, WeightShard
 from xrl_lite.engine.config import OptimizerConfig
 from xrl_lite.engine.lora import Adapter, file_name, hf_name
+from xrl_lite.engine.packed_forward import check_packing, turn_off_dropout
 from xrl_lite.engine.ranks import (
     copy_from_first,
     gather_objects,
@@ -81,14 +82,14 @@ class TransformersEngine(BaseEngine):
         deterministic: Any = torch.utils.deterministic
         deterministic.fill_uninitialized_memory = False  # costs a tenth, and nothing here reads such memory
         self._sharded = num_ranks_here() > 1 or self._config.always_shards
-        model: Any = self._load(self._model_path)
+        model = self._loaded(self._model_path)
         self._adapter = self._add_adapter(model)
         if self._config.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._model = self._placed(model)
         self._policy = self._model
         self._frozen = {
-            name: self._placed(self._load(path).requires_grad_(False).eval())
+            name: self._placed(self._loaded(path).requires_grad_(False).eval())
             for name, path in self._frozen_paths().items()
         }
         if self._config.param_offload:
@@ -104,6 +105,12 @@ class TransformersEngine(BaseEngine):
         )
         self._update = 0
         self._set_hyperparameters()
+
+    def _loaded(self, path: str) -> Any:
+        model = self._load(path)
+        turn_off_dropout(model)
+        check_packing(model, path)
+        return model
 
     def _frozen_paths(self) -> dict[str, str]:
         """Models that are computed with and not trained, by name."""
@@ -274,6 +281,8 @@ class TransformersEngine(BaseEngine):
             return
         try:
             model = self._model if plain else _with_weights(self._without_weights(self._model), weights)
+            if hasattr(self._model, "generation_config"):
+                model.generation_config = self._model.generation_config
             model.save_pretrained(folder)
             AutoTokenizer.from_pretrained(self._model_path).save_pretrained(folder)
             if self._adapter is not None:

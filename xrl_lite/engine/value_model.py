@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 from xrl_lite.algorithms.packing import PackedBatch
 from xrl_lite.engine.base import OutputRequest, ValueOutputs
 from xrl_lite.engine.lora import Adapter
+from xrl_lite.engine.packed_forward import model_inputs
 from xrl_lite.engine.sharding import DTYPES
 from xrl_lite.engine.transformers_engine import OutputsOf, TransformersEngine
 from xrl_lite.errors import ConfigError
@@ -69,12 +70,7 @@ class ValueModelEngine(TransformersEngine):
 
 def _values(model: Any, batch: PackedBatch, temperature: float, request: OutputRequest) -> dict[str, Tensor | None]:
     """Fields of `ValueOutputs`. A value has no temperature, and nothing else can be requested."""
-    hidden = model.base_model(
-        input_ids=batch.input_ids,
-        position_ids=batch.position_ids,
-        attention_mask=batch.attention_mask,
-        use_cache=False,
-    ).last_hidden_state.flatten(0, 1)[batch.predicted_at]
+    hidden = model.base_model(**model_inputs(model, batch)).last_hidden_state.flatten(0, 1)[batch.predicted_at]
     return {"values": _head_of(model)(hidden).squeeze(1).float()}
 
 
