@@ -7,7 +7,6 @@ from inspect import isabstract
 from pathlib import Path
 from typing import Any, cast
 
-import cloudpickle
 import yaml
 from pydantic import BaseModel, ValidationError
 
@@ -124,6 +123,8 @@ def _check_exists(path: Path) -> None:
 
 
 def _load_python(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunConfig:
+    import cloudpickle  # a YAML config does without
+
     try:
         config: object = load_object(f"{path}:{PYTHON_NAME}")
         # what is defined in it goes to other processes as it is, which would have to run the file to know it by name
