@@ -128,7 +128,7 @@ def _load_python(path: Path, overrides: Sequence[tuple[list[str], Any]]) -> RunC
     try:
         config: object = load_object(f"{path}:{PYTHON_NAME}")
         # what is defined in it goes to other processes as it is, which would have to run the file to know it by name
-        cloudpickle.register_pickle_by_value(load_file(path))
+        cloudpickle.register_pickle_by_value(load_file(path))  # pyright: ignore[reportUnknownMemberType]
     except PluginError as error:
         if isinstance(error.__cause__, ValidationError):
             raise explain(error.__cause__, RunConfig, where=str(path)) from error
