@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Iterator, Sequence
@@ -13,7 +14,7 @@ import anyio
 from pydantic import Field
 
 from xrl_lite.actors import CPUResourcesConfig
-from xrl_lite.agent_loop.failure import failed, late
+from xrl_lite.agent_loop.failure import describe_error, failed, is_being_cancelled, late, refuse_endless_score
 from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status
 from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
@@ -222,11 +223,7 @@ class AgentLoop(ABC):
         ended: list[list[RolloutState] | None] = [None] * len(rollout_states)
 
         async def run(index: int, state: RolloutState) -> None:
-            try:
-                made = await self.generate_sample(state)
-                ended[index] = made if isinstance(made, list) else [made]
-            except RolloutError as error:
-                ended[index] = [failed(state, str(error))]
+            ended[index] = await self._run_attempt(state)
 
         with errors_as_themselves(), anyio.CancelScope(deadline=deadline):
             async with anyio.create_task_group() as attempts:
@@ -238,9 +235,22 @@ class AgentLoop(ABC):
             for state, made in zip(rollout_states, ended, strict=True)
         ]
         await self._judge_group(whole, deadline, timeout_s)
+        for states in whole:
+            refuse_endless_score(states)
         if self._mask_unfinished_episode:
             mask_unfinished(whole)
         return [state for states in whole for state in states]
+
+    async def _run_attempt(self, state: RolloutState) -> list[RolloutState]:
+        try:
+            made = await self.generate_sample(state)
+            return made if isinstance(made, list) else [made]
+        except RolloutError as error:
+            return [failed(state, str(error))]
+        except (asyncio.CancelledError, SystemExit) as error:  # of the agent, which may do what it likes
+            if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
+                raise
+            return [failed(state, f"raised {describe_error(error)}")]
 
     async def run_judger(self, states: RolloutState | list[RolloutState]) -> Any:
         """Judge a state, or several in one call, and return what the judger returns.

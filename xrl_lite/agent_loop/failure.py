@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import sysconfig
 import traceback
+from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
 
+import anyio
+
 from xrl_lite.data import RolloutState, Status
+
+_HERE = Path(__file__).parent
+_LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
 
 def failed(state: RolloutState, reason: str) -> RolloutState:
@@ -23,7 +33,26 @@ def late(state: RolloutState, timeout_s: float | None) -> RolloutState:
 def describe_error(error: BaseException) -> str:
     """Return type, message, file, line and function of an error in user code."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent]
-    place = (own or frames)[-1] if frames else None
+    theirs = [frame for frame in frames if Path(frame.filename).parent != _HERE]
+    own = [frame for frame in theirs if not any(Path(frame.filename).is_relative_to(path) for path in _LIBRARIES)]
+    place = (own or theirs or frames)[-1] if frames else None
     where = f" at {place.filename}:{place.lineno} in {place.name}" if place else ""
     return f"{type(error).__name__}: {error}{where}"
+
+
+def is_being_cancelled() -> bool:
+    """Return whether the current task is being cancelled: as a task, or by a scope around it.
+
+    Where it is not, a CancelledError in it comes from awaiting another task that was cancelled.
+    """
+    task = asyncio.current_task()
+    return anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling() > 0)
+
+
+def refuse_endless_score(states: Sequence[RolloutState]) -> None:
+    """Mark the trajectories of an attempt as lost if its score is no finite number: nothing can be compared with it."""
+    *_, last = states
+    score = (last.reward or {}).get("score")
+    if last.status is Status.COMPLETED and isinstance(score, Real) and not math.isfinite(score):
+        for state in states:
+            failed(state, f"its score is {score}, and must be a finite number").reward = None

@@ -43,8 +43,8 @@ class AgentLoopOutput(BaseModel):
     """Experts each token was routed to."""
     multi_modal_data: dict[str, Any] | None = None
     """Images, videos and audio that the trajectory holds."""
-    reward_score: float | None = None
-    """Reward; where it is given no judger is asked."""
+    reward_score: float | None = Field(default=None, allow_inf_nan=False)
+    """Reward, a finite number; where it is given no judger is asked."""
     num_turns: int = 0
     """Turns of user, model and tools together."""
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -273,6 +275,18 @@ class Ends(AgentLoopBase):
         match self.how:
             case "raise":
                 raise KeyError("nothing here")
+            case "exit":
+                raise SystemExit(0)
+            case "stray":
+                other = asyncio.ensure_future(anyio.sleep_forever())
+                other.cancel()
+                await other
+            case "nan":
+                return AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], reward_score=math.nan)
+            case "nan, later":
+                output = AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[-1.0])
+                output.reward_score = math.nan
+                return output
             case "hang":
                 await anyio.sleep_forever()
             case "nothing":
@@ -328,6 +342,10 @@ async def test_a_row_chooses_its_agent(tmp_path: Path) -> None:
     ("how", "message"),
     [
         ("raise", r"sample 0: agent 'ends' raised KeyError: 'nothing here' at .*test_sessions.py:\d+ in run"),
+        ("exit", r"sample 0: raised SystemExit: 0 at .*test_sessions.py:\d+ in run"),
+        ("stray", r"sample 0: raised CancelledError:  at .*test_sessions.py:\d+ in run"),
+        ("nan", r"(?s)raised ValidationError: .*finite number.*test_sessions.py:\d+ in run"),
+        ("nan, later", "sample 0: its score is nan, and must be a finite number"),
         ("nothing", r"run\(\) must return an AgentLoopOutput"),
         ("hang", r"agent 'ends' took longer than 0.05 s \(session_timeout_s\)"),
         ("empty", "a trajectory without a token of the model"),
@@ -342,6 +360,22 @@ async def test_a_failure_costs_its_session_alone(tmp_path: Path, how: str, messa
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(failed.error_msg)
     assert fine.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("how", ["stray", "hang"])
+async def test_an_attempt_that_is_cancelled_has_not_failed(tmp_path: Path, how: str) -> None:
+    state = make_state()
+    loop = ends(tmp_path, how).build(scripted(), None, tokenizer=QWEN3)
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await loop.generate_group([state])
+    assert scope.cancelled_caught
+    task = asyncio.create_task(ends(tmp_path, "hang").build(scripted(), None, tokenizer=QWEN3).generate_group([state]))
+    await anyio.wait_all_tasks_blocked()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (state.status, state.error_msg) == (Status.INIT, None)
 
 
 async def test_a_dead_engine_ends_the_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import socket
 from collections.abc import AsyncIterator
@@ -72,6 +73,19 @@ async def asks_for_something_else(session: SessionHandle) -> None:
 async def raises(session: SessionHandle) -> None:
     await say(session, "hi")
     raise KeyError("no such key in the agent")
+
+
+async def awaits_what_was_cancelled(session: SessionHandle) -> float:
+    await say(session, "hi")
+    other = asyncio.ensure_future(anyio.sleep_forever())
+    other.cancel()
+    await other
+    return 1.0
+
+
+async def exits(session: SessionHandle) -> None:
+    await say(session, "hi")
+    raise SystemExit(0)
 
 
 async def says_nothing(session: SessionHandle) -> float:
@@ -188,6 +202,8 @@ async def test_trajectories_of_a_session_share_its_reward(selection: str, num_tu
     ("name", "message"),
     [
         ("raises", "agent 'raises' raised KeyError: 'no such key in the agent' at "),
+        ("awaits_what_was_cancelled", "raised CancelledError:  at "),
+        ("exits", "raised SystemExit: 0 at "),
         ("says_nothing", "the agent ended without an answer of the model"),
         ("returns_nonsense", "the agent's reward must be a finite number, got nan"),
         ("waits_for_ever", "agent 'waits_for_ever' took longer than 0.05 s (wall_time_s) and was ended"),
