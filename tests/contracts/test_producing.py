@@ -24,9 +24,10 @@ from xrl_lite.agent_loop import (
     SyncProduceStrategyConfig,
     create_agent_loop_manager,
 )
+from xrl_lite.agent_loop.remote import RouterAgentLoop
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
-from xrl_lite.errors import ConfigError, RolloutError, RunError
+from xrl_lite.errors import ActorUnavailableError, ConfigError, RolloutError, RunError
 from xrl_lite.replay_buffer import GroupStatus, PromptGroup, ReplayBuffer, ReplayBufferConfig, build_replay_buffer
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
@@ -301,6 +302,36 @@ async def test_groups_run_only_inside_running() -> None:
     producer = make_producer(Scripted())
     with pytest.raises(RunError, match="inside `async with"):
         await producer.refill(1)
+
+
+class Gone(Scripted):
+    """A loop whose process is gone, or that notes that it was called."""
+
+    def __init__(self, gone: bool) -> None:
+        super().__init__()
+        self.gone = gone
+        self.calls: list[str] = []
+
+    async def pause(self) -> None:
+        await self._called("pause")
+
+    async def resume(self) -> None:
+        await self._called("resume")
+
+    async def _called(self, name: str) -> None:
+        if self.gone:
+            raise ActorUnavailableError("agent_loop/0: restarts are used up")
+        await wait_all_tasks_blocked()
+        self.calls.append(name)
+
+
+@pytest.mark.parametrize("num_loops", [1, 2])
+async def test_a_pause_does_not_need_loops_whose_processes_are_gone(num_loops: int) -> None:
+    loops = [Gone(gone=number == 0) for number in range(num_loops)]
+    router = RouterAgentLoop(loops, SingleTurnAgentLoopConfig())  # type: ignore[arg-type]
+    manager = AgentLoopManager({"t": router}, replay_buffer=ReplayBuffer())
+    await manager.pause()
+    assert [loop.calls for loop in loops] == [[], *[["pause", "resume"]] * (num_loops - 1)]
 
 
 # --- several tasks

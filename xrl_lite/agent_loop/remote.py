@@ -42,7 +42,7 @@ from xrl_lite.actors import (
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
 from xrl_lite.agent_loop.failure import failed
 from xrl_lite.data import RolloutState, SampleParams
-from xrl_lite.errors import ActorDiedError, errors_as_themselves
+from xrl_lite.errors import ActorDiedError, ActorError, errors_as_themselves
 from xrl_lite.log import get_logger
 from xrl_lite.registry import load_plugins
 
@@ -331,24 +331,35 @@ class RouterAgentLoop(AgentLoop):
             await loop.ready()
 
     async def pause(self) -> None:
-        async with anyio.create_task_group() as pausing:
-            for loop in self._loops:
-                pausing.start_soon(loop.pause)
+        await self._on_each("pause")
 
     async def resume(self) -> None:
-        async with anyio.create_task_group() as resuming:
-            for loop in self._loops:
-                resuming.start_soon(loop.resume)
+        await self._on_each("resume")
 
     async def aclose(self) -> None:
         """End the processes."""
-        async with anyio.create_task_group() as ending:
-            for loop in self._loops:
-                ending.start_soon(loop.aclose)
+        await self._on_each("aclose")
 
     def get_worker_status(self) -> dict[str, int]:
         """Return how many groups each loop works on, by the name of its actor."""
         return {loop.host.name: loop.num_running for loop in self._loops}
+
+    async def _on_each(self, method: Literal["pause", "resume", "aclose"]) -> None:
+        """Call a method of all loops at once, then raise the error of one whose process is gone, if any is."""
+        errors: list[ActorError] = []
+
+        async def call(loop: RemoteAgentLoop) -> None:
+            try:
+                await getattr(loop, method)()
+            except ActorError as error:
+                errors.append(error)
+
+        with errors_as_themselves():
+            async with anyio.create_task_group() as calling:
+                for loop in self._loops:
+                    calling.start_soon(call, loop)
+        if errors:
+            raise errors[0]
 
     def _pick(self) -> RemoteAgentLoop:
         count = len(self._loops)

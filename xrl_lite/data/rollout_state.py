@@ -172,7 +172,7 @@ class RolloutState(BaseModel):
     response_mask: list[int] | None = None
     """1 where the token was sampled by the policy and is trained on; as long as `response_ids`."""
     response_model_steps: list[int] | None = None
-    """Policy version that sampled each response token."""
+    """Policy version that sampled each response token; -1, or no list, where an agent does not tell."""
     seq_staleness: int = 0
     """Policy versions the oldest token is behind the step that trains on it."""
 
@@ -258,6 +258,10 @@ def update_sample_version(state: RolloutState, model_step: int) -> RolloutState:
     missing = len(state.response_ids or []) - len(steps)
     state.response_model_steps = steps + [model_step] * max(missing, 0)
     return state
+
+
+UNKNOWN_VERSION = -1
+"""Policy version of a token of which an agent does not tell it. It counts as new."""
 
 
 def calculate_seq_staleness(model_step: int, train_step: int) -> int:

@@ -2,6 +2,7 @@
 
 Versions count weight updates. A token of version v that is trained on in step t is ``t - v - 1`` versions behind: 0 if
 no newer weights existed. Two bounds: on the oldest token of a sequence, and on each token (older ones are masked).
+Tokens whose version is not known are never too old.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from xrl_lite.data.rollout_state import (
+    UNKNOWN_VERSION,
     RolloutState,
     Status,
     calculate_seq_staleness,
@@ -25,17 +27,19 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int = 1) -> int:
 
 
 def version_range(state: RolloutState) -> tuple[int, int] | None:
-    """Return the oldest and the newest version of a state's tokens; None for one without tokens."""
+    """Return the oldest and the newest version of a state's tokens; None where there are none, or none is known."""
     steps = state.response_model_steps
     if not steps:
         return None
     first = steps[0]
-    # nearly always there is one version, and counting is much faster than comparing
-    return (first, first) if steps.count(first) == len(steps) else (min(steps), max(steps))
+    if steps.count(first) == len(steps):  # nearly always, and counting is much faster than comparing
+        return None if first == UNKNOWN_VERSION else (first, first)
+    known = [step for step in steps if step != UNKNOWN_VERSION]
+    return min(known), max(known)
 
 
 def refresh_seq_staleness(group: Sequence[RolloutState], current_train_step: int) -> None:
-    """Set the staleness of each state from its oldest token; 0 for one without tokens."""
+    """Set the staleness of each state from its oldest token; 0 for one without tokens, or whose age is not known."""
     for state in group:
         versions = version_range(state)
         state.seq_staleness = calculate_seq_staleness(versions[0], current_train_step) if versions else 0
@@ -105,10 +109,13 @@ def discard_rollout_state(state: RolloutState) -> RolloutState:
 
 
 def _effective_mask(state: RolloutState, train_step: int, threshold: int) -> list[int] | None:
-    steps, mask = state.response_model_steps or [], state.response_mask
-    if not state.response_ids or (mask is not None and not any(mask)):
+    mask, num_tokens = state.response_mask, len(state.response_ids or ())
+    if not num_tokens or (mask is not None and not any(mask)):
         return None
+    steps = state.response_model_steps or []
+    if len(steps) != num_tokens:  # of an agent that does not tell, or not of each token
+        steps = [UNKNOWN_VERSION] * num_tokens
     return [
-        kept * (calculate_seq_staleness(step, train_step) < threshold)
-        for kept, step in zip(mask or [1] * len(steps), steps, strict=True)
+        kept * (step == UNKNOWN_VERSION or calculate_seq_staleness(step, train_step) < threshold)
+        for kept, step in zip(mask or [1] * num_tokens, steps, strict=True)
     ]

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from xrl_lite.data.chat_template import ChatTemplate, Role, Shape
+from xrl_lite.data.rollout_state import UNKNOWN_VERSION
 from xrl_lite.data.tokenizer import Message, Tokenizer
 from xrl_lite.errors import TemplateError
 
@@ -167,12 +168,12 @@ class TokenBuilder:
             token_ids: As sampled, the token that ended the turn included.
             logprobs: One per token.
             message: The turn as a message, as `ChatTemplate.message` makes it; decoded where not given.
-            policy_versions: Version of the weights per token; 0 where not given.
+            policy_versions: Version of the weights per token; not known (-1) where not given.
 
         Raises:
             ValueError: the lengths differ.
         """
-        versions = [0] * len(token_ids) if policy_versions is None else policy_versions
+        versions = [UNKNOWN_VERSION] * len(token_ids) if policy_versions is None else policy_versions
         if not len(token_ids) == len(logprobs) == len(versions):
             raise ValueError(
                 f"{len(token_ids)} tokens were sampled, but there are {len(logprobs)} log-probs and {len(versions)} "
@@ -212,7 +213,7 @@ class TokenBuilder:
             self._earlier.clear()
             self._rows.append(TokenRow(prompt_ids=continuation.token_ids))
         else:
-            versions = self._row.policy_versions[-1:] or [0]
+            versions = self._row.policy_versions[-1:] or [UNKNOWN_VERSION]
             self._row.add(continuation.token_ids, None, versions * len(continuation.token_ids))
             self._earlier.add(self._turn)
         self.messages += continuation.messages

@@ -41,6 +41,7 @@ from xrl_lite.agent_loop.client import request_state
 from xrl_lite.agent_loop.session_loop import ENDS_THE_RUN
 from xrl_lite.data import RolloutState, SampleParams, Status
 from xrl_lite.data.chat_template import ChatTemplate
+from xrl_lite.data.rollout_state import UNKNOWN_VERSION
 from xrl_lite.data.sampling_params import merge_sampling_params
 from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.errors import ConfigError, RolloutError, TemplateError
@@ -605,7 +606,7 @@ class Session:
 
 def _versions(state: RolloutState, length: int) -> list[int]:
     versions = state.response_model_steps or []
-    return list(versions) if len(versions) == length else [0] * length
+    return list(versions) if len(versions) == length else [UNKNOWN_VERSION] * length
 
 
 def _cut_at_stop(text: str, stops: list[str]) -> tuple[str, str | None]:

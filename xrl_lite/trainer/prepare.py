@@ -19,6 +19,7 @@ from numbers import Real
 from typing import Any
 
 from xrl_lite.data import RolloutState, Status
+from xrl_lite.data.rollout_state import UNKNOWN_VERSION
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
 from xrl_lite.trainer.agent_metrics import agent_metrics
@@ -26,7 +27,6 @@ from xrl_lite.trainer.agent_metrics import agent_metrics
 NOT_TRAINABLE = (Status.ABORTED, Status.FILTERED, Status.FAILED)
 IGNORED = -100
 """Label of a token that is not trained on."""
-UNKNOWN_VERSION = -1
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from xrl_lite.data import (
     RolloutState,
     Status,
     calculate_group_effective_response_masks,
+    expire_stale_states,
     reset_rollout_response,
+    version_range,
 )
 from xrl_lite.replay_buffer import (
     GroupStatus,
@@ -265,6 +267,8 @@ async def test_an_expired_group_is_waited_for_by_nobody_until_it_is_started_agai
         (None, [0, 4], 8, [1, 1]),
         ([1, 0], [0, 4], 4, [0, 0]),
         ([0, 0], [4, 4], 4, None),
+        (None, [-1, 0], 4, [1, 0]),
+        ([1, 0], [-1, -1], 4, [1, 0]),
         (None, [0, 4], None, None),
         (None, [], 4, None),
     ],
@@ -276,6 +280,21 @@ def test_effective_masks(
     masks = calculate_group_effective_response_masks([one], current_train_step=5, token_stale_threshold=threshold)
     assert masks == [effective]
     assert one.response_mask == mask
+
+
+@pytest.mark.parametrize("steps", [None, [], [0], [-1, -1]])
+def test_a_response_whose_versions_are_not_known_is_never_too_old(steps: list[int] | None) -> None:
+    one = state(1, [0, 0], response_mask=[0, 1])
+    one.response_model_steps = steps
+    masks = calculate_group_effective_response_masks([one], current_train_step=5, token_stale_threshold=4)
+    assert masks == [[0, 1]]
+    expired = expire_stale_states([one], current_train_step=50, stale_threshold=51, token_stale_threshold=4)
+    assert (expired, one.status) == (False, COMPLETED)
+
+
+def test_the_oldest_version_is_that_of_the_tokens_that_tell_one() -> None:
+    assert version_range(state(1, [-1, 3, 4])) == (3, 4)
+    assert version_range(state(1, [-1, -1])) is None
 
 
 def test_a_response_that_was_made_again_is_whole() -> None:
