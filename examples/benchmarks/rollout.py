@@ -13,6 +13,7 @@ import argparse
 import gc
 import importlib.util
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -20,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -214,17 +216,14 @@ def vllm_options() -> dict[str, Any]:
 
 def offline_vllm(path: Path, prompts: list[list[int]], lengths: list[int]) -> float:
     """Best seconds of vLLM's LLM class, in a process of its own."""
-    import multiprocessing
-
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_offline_vllm, (str(path), prompts, lengths))
+    # not a multiprocessing.Pool: its processes may have no children, and vLLM's engine is one
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_offline_vllm, str(path), prompts, lengths).result()
 
 
 def _offline_vllm(path: str, prompts: list[list[int]], lengths: list[int]) -> float:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
-    # a pool's processes may have no children of their own, so the engine runs in this one
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
 
     llm: Any = LLM(
@@ -240,7 +239,9 @@ def _offline_vllm(path: str, prompts: list[list[int]], lengths: list[int]) -> fl
         SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, seed=number, detokenize=False)
         for number, length in enumerate(lengths)
     ]
-    return best_of({"offline": lambda: llm.generate(inputs, params, use_tqdm=False)})["offline"].wall
+    seconds = best_of({"offline": lambda: llm.generate(inputs, params, use_tqdm=False)})["offline"].wall
+    llm.llm_engine.engine_core.shutdown()  # this process waits for its children
+    return seconds
 
 
 async def through_controller(engine: str, path: Path, prompts: list[list[int]], lengths: list[int]) -> float:
