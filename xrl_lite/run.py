@@ -48,6 +48,7 @@ from xrl_lite.config.check import (
 from xrl_lite.config.devices import reserve_devices, with_shared_devices
 from xrl_lite.config.serve_config import ServeConfig
 from xrl_lite.data import EncodeRow, Row, Sampler, make_group
+from xrl_lite.data.rows import hash_rows
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder, max_position_embeddings
 from xrl_lite.engine.controller import CriticController, TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
@@ -72,7 +73,7 @@ from xrl_lite.trainer.checkpoint import (
     load_callback_class,
     require_complete,
 )
-from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
+from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator, code_in
 from xrl_lite.trainer.modes import trainer_class
 from xrl_lite.trainer.report import ConsoleReporter, QuietReporter, Reporter
 from xrl_lite.trainer.run_folder import BUFFER, CHECKPOINTS, EVENTS, RunFolder
@@ -253,7 +254,7 @@ async def evaluate(
 
     Raises:
         ConfigError: there are no held-out rows, or the checkpoint holds no model.
-        RunError: the record is of another evaluation.
+        RunError: the record is of another evaluation: of another model, of other rows, or judged in another way.
     """
     reporter = reporter or ConsoleReporter()
     check_installed()
@@ -274,8 +275,22 @@ async def evaluate(
             evaluator = build_evaluator(config, data.evaluation, evaluating_manager(config, agent_loops), encode)
             assert evaluator is not None, "there are held-out rows"
             await rollout.ready()
-            about = {"model": model_path, "evaluation": config.evaluation.model_dump(mode="json"), "seed": config.seed}
+            about = what_is_evaluated(config, model_path, data.evaluation)
             return await evaluator.evaluate(EvaluationRecord(record, about) if record else None)
+
+
+def what_is_evaluated(config: RunConfig, model_path: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Return everything that answers and scores depend on; of code, the files that the settings name."""
+    how = config.task.model_dump(mode="json", include={"agent_loop_config", "judger_config"})
+    return {
+        "model": model_path,
+        "dtype": config.rollout.dtype,
+        "seed": config.seed,
+        "evaluation": config.evaluation.model_dump(mode="json"),
+        "rows": hash_rows(rows),
+        "task": how,
+        "code": code_in(how),
+    }
 
 
 def collect_rarely() -> None:

@@ -486,3 +486,24 @@ def test_metrics_of_parts_add_up() -> None:
         "kl": 5.0,
     }
     assert merge_metrics([(first, 1)]) == first
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "merged"),
+    [
+        ("buffer/failed_groups", (3.0, 0.0), 3.0),
+        ("buffer/stale_dropped", (2.0, 1.0), 3.0),
+        ("buffer/size", (2.0, 1.0), 1.0),
+        ("tools/num_calls", (10.0, 20.0), 30.0),
+        ("tools/num_truncated", (1.0, 2.0), 3.0),
+        ("tools/failures/timeout", (4.0, 1.0), 5.0),
+        ("num_groups_zero_std", (1.0, 2.0), 3.0),
+        ("produce/t/samples", (8.0, 4.0), 12.0),
+        ("num_turns/mean", (1.0, 3.0), 2.0),
+        ("completions/min_length", (9.0, 1.0), 1.0),
+        ("completions/max_length", (9.0, 1.0), 9.0),
+    ],
+)
+def test_counts_add_up_and_bounds_hold_for_all_parts(name: str, values: tuple[float, float], merged: float) -> None:
+    first, second = values
+    assert merge_metrics([({name: first}, 1), ({name: second}, 1)]) == {name: merged}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -12,7 +10,7 @@ from typing import NotRequired, TypedDict
 from pydantic import Field
 
 from xrl_lite.data.rollout_state import RolloutState
-from xrl_lite.data.rows import DataConfig, Row
+from xrl_lite.data.rows import DataConfig, Row, hash_rows
 from xrl_lite.errors import DataError
 from xrl_lite.log import get_logger
 from xrl_lite.settings import Settings
@@ -164,7 +162,7 @@ class Sampler:
             "num_rows": len(self._rows),
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "rows": _hash_of(self._rows),
+            "rows": hash_rows(self._rows),
         }
 
     def _next_row(self) -> Row:
@@ -195,14 +193,6 @@ class Sampler:
             raise DataError(
                 f"All {len(self._rows)} prompts are longer than max_prompt_tokens={self._max_prompt_tokens}. Raise it."
             )
-
-
-def _hash_of(rows: Sequence[Row]) -> str:
-    encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
-    digest = hashlib.blake2b(digest_size=16)
-    for row in rows:
-        digest.update(encode([row.index, row.prompt, row.ground_truth, row.data_source]).encode())
-    return digest.hexdigest()
 
 
 def _difference(then: Drawn, now: Drawn) -> str:

@@ -14,8 +14,9 @@ Reported below ``eval/<way>``, and below ``eval/<way>/<data source>`` where ther
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,6 +29,7 @@ from xrl_lite.metrics import bootstrap_interval, majority_score, pass_at_k
 
 PRED = "pred"
 """Key of a reward that holds the answer as the judger read it."""
+_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,10 @@ class EvaluationRecord:
 
     Args:
         path: The file; made if it does not exist.
-        about: What is evaluated. A file about something else is refused.
+        about: What is evaluated, as values that JSON can hold. A file about something else is refused.
 
     Raises:
-        RunError: the file is of another evaluation.
+        RunError: the file is of another evaluation; says what differs.
     """
 
     def __init__(self, path: Path, about: Mapping[str, Any]) -> None:
@@ -72,10 +74,11 @@ class EvaluationRecord:
         if not lines:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps({"about": about}) + "\n", encoding="utf-8")
-        elif lines[0].get("about") != json.loads(json.dumps(about)):
+        elif differing := list(_differences(lines[0].get("about"), json.loads(json.dumps(about)))):
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
             raise RunError(
-                f"{path} holds an evaluation of something else: {lines[0].get('about')}, this is {dict(about)}. Name "
-                f"another file, or remove it."
+                f"{path} holds an evaluation of something else: {'; '.join(differing[:_SHOWN])}{more}. Name another "
+                f"file, or remove it."
             )
         for line in lines[1:]:
             samples = tuple(Sample(*sample) for sample in line["samples"])
@@ -190,6 +193,29 @@ class Evaluator:
                 f"{prefix}/{name}/high": high,
             }
         return metrics
+
+
+def code_in(settings: object) -> dict[str, str]:
+    """Return path -> hash of the Python files that settings name, as in "rewards.py:score"."""
+    if isinstance(settings, Mapping):
+        parts = list(cast("Mapping[str, object]", settings).values())
+    elif isinstance(settings, list):
+        parts = cast("list[object]", settings)
+    else:
+        file = Path(settings.partition(":")[0]).expanduser() if isinstance(settings, str) else Path()
+        is_code = file.suffix == ".py" and file.is_file()
+        return {str(file): hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()} if is_code else {}
+    return {path: digest for part in parts for path, digest in code_in(part).items()}
+
+
+def _differences(then: object, now: object, place: str = "") -> Iterator[str]:
+    """Say which values are others, innermost ones by their dotted names."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        before, after = cast("dict[str, object]", then), cast("dict[str, object]", now)
+        for name in {**before, **after}:
+            yield from _differences(before.get(name), after.get(name), f"{place}.{name}" if place else name)
+    elif then != now:
+        yield f"{place or 'all of it'} was {then!r} and is {now!r}"
 
 
 def _sample(session: Sequence[RolloutState]) -> Sample:

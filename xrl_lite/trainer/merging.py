@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_COUNTS = ("num_tokens", "num_trained", "num_trained_tokens", "num_updates", "num_groups_zero_std")
-_COUNTED = ("/failed", "_groups", "/groups", "/samples", "/tokens", "_samples")
-"""What the names of counts end with."""
+_COUNT_OF = "num_"
+"""What the last word of a count's name begins with."""
+_COUNTED = ("/failed", "_groups", "/groups", "/samples", "/tokens", "_samples", "_dropped")
+"""What the names of other counts end with."""
+_COUNTS_BY_KIND = "tools/failures/"
 _STATES = ("buffer/", "learning_rate")
 """What is as it was last."""
 _IN_ALL = "skipped_step"
@@ -34,14 +36,23 @@ def _merge(name: str, values: Sequence[tuple[Any, float]]) -> Any:
     last = values[-1][0]
     if isinstance(last, Mapping):  # value -> groups
         return dict(sum((Counter[str](counts) for counts, _ in values), Counter[str]()))
-    if not isinstance(last, int | float) or len(values) == 1 or name.startswith(_STATES):
+    if not isinstance(last, int | float) or len(values) == 1:
         return last
     numbers = [value for value, _ in values]
-    if name in _COUNTS or (name.endswith(_COUNTED) and not name.startswith("time/")):
+    if _is_count(name):
         return sum(numbers)
+    if name.startswith(_STATES):
+        return last
     if name.endswith(("max", "max_length")):
         return max(numbers)
-    if name.endswith("min"):
+    if name.endswith(("min", "min_length")):
         return min(numbers)
     total = sum(weight for _, weight in values)
     return sum(value * weight for value, weight in values) / total if total else sum(numbers) / len(numbers)
+
+
+def _is_count(name: str) -> bool:
+    if name.startswith("time/"):
+        return False
+    last_word = name.rpartition("/")[2]
+    return last_word.startswith(_COUNT_OF) or name.endswith(_COUNTED) or name.startswith(_COUNTS_BY_KIND)

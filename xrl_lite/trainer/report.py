@@ -28,6 +28,7 @@ _STEP_COLUMNS = (
     ("s", "time/step", "{:.2f}"),
 )
 _SPLIT = ("generate", "judge", "wait_batch", "pause", "train", "sync", "other")
+_ACCURACY = "/accuracy"
 _MAX_CELL = 160
 
 
@@ -135,9 +136,16 @@ def step_line(metrics: dict[str, float]) -> str:
 
 
 def accuracies(metrics: dict[str, float]) -> str:
-    """Return the accuracies in a record of metrics.jsonl, with their names; empty if it has none."""
-    found = {name.split("/")[1]: value for name, value in metrics.items() if name.endswith("/accuracy")}
-    return ", ".join(f"{name} {value:.3f}" for name, value in found.items())
+    """Return the accuracies in a record of metrics.jsonl, with their names; empty if it has none.
+
+    Those of single data sources stand behind those of all rows.
+    """
+    found = {_name_of_accuracy(name): value for name, value in metrics.items() if name.endswith(_ACCURACY)}
+    return ", ".join(f"{name} {found[name]:.3f}" for name in sorted(found, key=lambda name: "/" in name))
+
+
+def _name_of_accuracy(metric: str) -> str:
+    return metric.removeprefix("eval/").removesuffix(_ACCURACY)
 
 
 def completion_table(states: Sequence[RolloutState]) -> tuple[tuple[str, ...], list[list[str]]]:
@@ -169,8 +177,8 @@ def learning_curves(records: Sequence[dict[str, float]]) -> dict[str, tuple[list
     curves: dict[str, tuple[list[float], list[float]]] = {}
     for record in records:
         for name, value in record.items():
-            label = "train reward" if name == "reward" else name.removeprefix("eval/").removesuffix("/accuracy")
-            if name == "reward" or name.endswith("/accuracy"):
+            label = "train reward" if name == "reward" else _name_of_accuracy(name)
+            if name == "reward" or name.endswith(_ACCURACY):
                 steps, values = curves.setdefault(label, ([], []))
                 steps.append(record["step"])
                 values.append(value)

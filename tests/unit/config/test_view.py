@@ -71,6 +71,17 @@ async def test_what_became_of_groups_is_counted_from_the_buffer(run: Path, capsy
     assert "3" in line.split()
 
 
+def test_the_accuracy_of_a_data_source_does_not_stand_for_the_whole(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = RunFolder(run)
+    scores = {"greedy": 0.5, "greedy/a/b": 1.0, "greedy/c": 0.0, "sampled": 0.25}
+    folder.write_metrics({"step": 4, **{f"eval/{name}/accuracy": score for name, score in scores.items()}})
+    folder.close()
+    line = "held-out accuracy after step 4: greedy 0.500, sampled 0.250, greedy/a/b 1.000, greedy/c 0.000"
+    assert line in shown(capsys, run)
+
+
 def test_attempts_come_in_the_order_that_is_asked_for(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def answers(*options: object) -> list[str]:
         words = shown(capsys, run, "--step", -1, *options).split()

@@ -8,10 +8,13 @@ from typing import Any
 import anyio
 import pytest
 
+from tests.build import run_settings
 from xrl_lite.agent_loop import AgentLoop, AgentLoopManager
+from xrl_lite.config import RunConfig
 from xrl_lite.data import RolloutState, Row, SampleParams, Status
 from xrl_lite.errors import RolloutError, RunError
 from xrl_lite.replay_buffer import ReplayBuffer
+from xrl_lite.run import what_is_evaluated
 from xrl_lite.trainer.evaluation import EvaluationRecord, Evaluator
 
 ABOUT = {"model": "m"}
@@ -107,8 +110,45 @@ async def test_a_stopped_evaluation_goes_on_with_the_rows_that_are_missing(tmp_p
 
 def test_a_record_of_something_else_is_refused(tmp_path: Path) -> None:
     EvaluationRecord(tmp_path / "eval.jsonl", ABOUT)
-    with pytest.raises(RunError, match="holds an evaluation of something else"):
+    with pytest.raises(RunError, match=r"holds an evaluation of something else: model was 'm' and is 'other'\. Name"):
         EvaluationRecord(tmp_path / "eval.jsonl", {"model": "other"})
+
+
+def evaluated(folder: Path, *, num_rows: int = 1, **changes: Any) -> dict[str, Any]:
+    rows = [Row(index=n, prompt=[{"role": "user", "content": "x"}], ground_truth="1") for n in range(num_rows)]
+    config = RunConfig.model_validate(run_settings(folder, folder / "model", **changes))
+    return what_is_evaluated(config, "model", rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "difference"),
+    [
+        ({"task.judger_config.request_timeout": 1.5}, "task.judger_config.request_timeout was 30.0 and is 1.5"),
+        (
+            {"task.agent_loop_config.sample_params": {"max_tokens": 7}},
+            "task.agent_loop_config.sample_params.max_tokens",
+        ),
+        ({"rollout.dtype": "bfloat16", "engine.dtype": "bfloat16"}, "dtype was 'float32' and is 'bfloat16'"),
+        ({"num_rows": 2}, "rows was"),
+    ],
+)
+def test_a_record_is_only_of_what_was_judged_in_the_same_way(
+    changes: dict[str, Any], difference: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "eval.jsonl"
+    EvaluationRecord(path, evaluated(tmp_path))
+    EvaluationRecord(path, evaluated(tmp_path, **{"trainer.num_steps": 9}))
+    with pytest.raises(RunError, match=difference):
+        EvaluationRecord(path, evaluated(tmp_path, **changes))
+
+
+def test_scores_of_a_judger_that_was_mended_since_do_not_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "eval.jsonl"
+    EvaluationRecord(path, evaluated(tmp_path))
+    with (tmp_path / "rewards.py").open("a") as file:
+        file.write("# mended\n")
+    with pytest.raises(RunError, match=r"something else: code\..*/rewards.py was '\w+' and is '\w+'\."):
+        EvaluationRecord(path, evaluated(tmp_path))
 
 
 def test_samples_of_an_unknown_way_or_at_temperature_zero_are_refused() -> None:
