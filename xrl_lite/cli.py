@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from pydantic import ValidationError
@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         options.overrides += rest
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a completion may hold what no terminal can show
+    if isinstance(stdout := cast("object", sys.stdout), io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")  # a completion may hold what no terminal can show
     try:
         return options.command(options)
     except ConfigError as error:

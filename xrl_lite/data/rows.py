@@ -122,11 +122,15 @@ def load_rows(config: DataConfig) -> list[Row]:
 
 def hash_rows(rows: Iterable[Row]) -> str:
     """Return a hash of prompts, right answers and data sources, in their order (0.3 s for 100 000 rows)."""
-    encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
+    encode = json.JSONEncoder(skipkeys=True, default=_type_name).encode
     digest = hashlib.blake2b(digest_size=16)
     for row in rows:
         digest.update(encode([row.index, row.prompt, row.ground_truth, row.data_source]).encode())
     return digest.hexdigest()
+
+
+def _type_name(value: object) -> str:
+    return type(value).__qualname__
 
 
 def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:

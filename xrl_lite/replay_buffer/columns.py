@@ -201,7 +201,8 @@ def _culprit(state: RolloutState) -> str:
         elif not _succeeds(_encode, value):
             path, _ = locate(value, name, partial(_succeeds, _encode))
             return path
-    return "one of its fields" if isinstance(state.response, str | None) else "response"
+    response: object = state.__dict__["response"]
+    return "one of its fields" if isinstance(response, str | None) else "response"
 
 
 def _succeeds(encode: Callable[..., object], value: object) -> bool:
