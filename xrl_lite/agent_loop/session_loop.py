@@ -30,6 +30,7 @@ from xrl_lite.agent_loop.base import (
 from xrl_lite.agent_loop.failure import describe_error, failed
 from xrl_lite.agent_loop.output import AgentLoopOutput
 from xrl_lite.data import RolloutState, Status
+from xrl_lite.data.rows import copy_containers
 from xrl_lite.errors import ActorError, ConfigError, JudgerError, RolloutError, RunError, WeightSyncError
 from xrl_lite.log import get_logger
 
@@ -160,18 +161,21 @@ class SessionLoop(AgentLoop):
 
 
 def row_of(state: RolloutState) -> dict[str, Any]:
-    """Return a state as the row that agents get, with verl's names of columns."""
-    fields = state.extra_fields
+    """Return a state as the row that agents get, with verl's names of columns.
+
+    Its containers are the agent's own: an attempt that is made again begins with what the first one was given.
+    """
+    fields = copy_containers(state.extra_fields)
     info = {key: value for key, value in fields.items() if key not in ("agent_name", "row")}
     return {
         **info,
-        "raw_prompt": [dict(message) for message in state.message],
+        "raw_prompt": copy_containers(state.message),
         "uid": str(state.group_id),
         "index": fields.get("row"),
         "session_id": f"{state.group_id}/{state.rollout_id}",
         "agent_name": fields.get("agent_name"),
         "data_source": state.data_source,
-        "reward_model": state.reward_model,
+        "reward_model": copy_containers(state.reward_model),
         "extra_info": info,
         "tools_kwargs": fields.get("tools_kwargs"),
     }

@@ -108,6 +108,15 @@ class Row:
     """Every other column, and what verl keeps in ``extra_info``."""
 
 
+def copy_containers(value: Any) -> Any:
+    """Return a value with dicts and lists of its own, all the way down; what else is in them is shared."""
+    if type(value) is dict:
+        return {key: copy_containers(each) for key, each in cast("dict[Any, Any]", value).items()}
+    if type(value) is list:
+        return [copy_containers(each) for each in cast("list[Any]", value)]
+    return value
+
+
 def load_rows(config: DataConfig) -> list[Row]:
     """Read and check every row.
 

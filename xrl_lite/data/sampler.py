@@ -10,7 +10,7 @@ from typing import NotRequired, TypedDict
 from pydantic import Field
 
 from xrl_lite.data.rollout_state import RolloutState
-from xrl_lite.data.rows import DataConfig, Row, hash_rows
+from xrl_lite.data.rows import DataConfig, Row, copy_containers, hash_rows
 from xrl_lite.errors import DataError
 from xrl_lite.log import get_logger
 from xrl_lite.settings import Settings
@@ -205,18 +205,21 @@ def _difference(then: Drawn, now: Drawn) -> str:
 def make_group(
     row: Row, prompt_ids: list[int], group_id: int, group_size: int, *, task_name: str | None = None
 ) -> list[RolloutState]:
-    """Return `group_size` fresh attempts at one row; ids count up with the group."""
+    """Return `group_size` fresh attempts at one row; ids count up with the group.
+
+    Each has containers of its own: what is done to one of them reaches neither its siblings nor the row.
+    """
     return [
         RolloutState(
-            message=row.prompt,
+            message=copy_containers(row.prompt),
             group_id=group_id,
             rollout_id=group_id * group_size + index,
             prompt_ids=list(prompt_ids),
             num_tokens=len(prompt_ids),
             data_source=row.data_source,
-            reward_model={"ground_truth": row.ground_truth},
+            reward_model={"ground_truth": copy_containers(row.ground_truth)},
             task_name=task_name,
-            extra_fields={**row.extra_info, "row": row.index},
+            extra_fields={**copy_containers(row.extra_info), "row": row.index},
         )
         for index in range(group_size)
     ]

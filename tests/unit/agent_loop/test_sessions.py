@@ -389,6 +389,22 @@ async def test_an_engine_error_costs_one_session() -> None:
     assert (state.status, state.error_msg) == (Status.FAILED, "sample 0: scripted failure")
 
 
+async def test_an_attempt_that_is_made_again_is_given_what_the_first_one_was() -> None:
+    given: list[Any] = []
+
+    @register("test_empties")
+    class Empties(AgentLoopBase):
+        async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+            given.append(dict(kwargs["tools_kwargs"]))
+            kwargs["tools_kwargs"].clear()
+            return AgentLoopOutput(prompt_ids=[1], response_ids=[2], response_mask=[1], response_logprobs=[-1.0])
+
+    loop = AgentsConfig(default_agent_loop="test_empties").build(scripted(), None, tokenizer=QWEN3)
+    (state,) = await loop.generate_group([make_state(tools_kwargs={"search": {}})])
+    await loop.generate_group([state])
+    assert given == [{"search": {}}] * 2
+
+
 async def test_an_aborted_response_makes_an_aborted_session() -> None:
     (state,) = await run(AgentsConfig(), ScriptedRolloutCtl(lambda _: None))
     assert (state.status, state.reward, state.finish_reason) == (Status.ABORTED, None, "abort")

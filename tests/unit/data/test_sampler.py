@@ -36,6 +36,23 @@ def test_a_group_has_one_prompt_and_ids_that_count_up() -> None:
     assert groups[0][0].task_name == "t"
 
 
+def test_what_an_attempt_does_to_nested_values_reaches_neither_siblings_nor_later_epochs() -> None:
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    info = {"tools_kwargs": {"search": {"create_kwargs": {"k": 3}}}}
+    sampler = Sampler(
+        [Row(index=0, prompt=prompt, ground_truth=["1", "2"], extra_info=info)], encode=lambda _: [1], group_size=2
+    )
+    one, sibling = sampler.sample()
+    one.extra_fields["tools_kwargs"]["search"]["create_kwargs"].clear()
+    one.message[0]["content"].clear()
+    assert one.reward_model is not None
+    one.reward_model["ground_truth"].clear()
+    for state in (sibling, *sampler.sample()):
+        assert state.extra_fields["tools_kwargs"] == {"search": {"create_kwargs": {"k": 3}}}
+        assert state.message == [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+        assert state.reward_model == {"ground_truth": ["1", "2"]}
+
+
 def test_states_of_a_group_share_nothing_that_changes() -> None:
     one, other = Sampler(make_rows(1), encode=encode, group_size=2).sample()
     one.extra_fields["mine"] = True
