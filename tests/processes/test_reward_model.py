@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,28 @@ async def scores(judger: Any) -> list[float]:
     states = await asyncio.gather(*(judger.judge(make_state(response, None)) for response in RESPONSES))
     assert all(state.reward is not None for state in states), [state.error_msg for state in states]
     return [state.reward["score"] for state in states]
+
+
+async def test_a_text_made_by_a_template_begins_as_the_template_says(classifier: Path, tmp_path: Path) -> None:
+    """Some tokenizers put a mark before every text, and so do their templates: one is enough."""
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    folder = shutil.copytree(classifier, tmp_path / "classifier")
+    (folder / "chat_template.jinja").unlink()
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    mark = words.id_to_token(0)
+    words.post_processor = TemplateProcessing(single=f"{mark} $A", special_tokens=[(mark, 0)])
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=words, bos_token=mark)
+    tokenizer.save_pretrained(str(folder))
+    plain = RewardModelJudgerConfig(model=str(folder), cpu_resources=None).build()
+    expected = await plain.batch_judge([make_state(f"How many?{each}", None, message=[]) for each in RESPONSES])
+
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    tokenizer.save_pretrained(str(folder))
+    judged = await scores(RewardModelJudgerConfig(model=str(folder), cpu_resources=None).build())
+    assert judged == pytest.approx([state.reward["score"] for state in expected if state.reward], abs=1e-6)
 
 
 async def test_scores_are_the_models_singly_and_in_batches(classifier: Path) -> None:

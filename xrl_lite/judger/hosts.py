@@ -3,20 +3,24 @@
 ::
 
     post() --> the server with the fewest requests that is well --> answer
-      waits for    the answer; after a failure `retry_wait_s`, or what the server says
-      is woken by  the server, or the time limit of the request
+      waits for    a place among `max_concurrency`; the answer; after a failure `retry_wait_s`, or what the server says
+      is woken by  who leaves; the server, or the time limit of the request
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from xrl_lite.judger.handler import DEFAULT_CONCURRENCY
 from xrl_lite.judger.http import SharedClient, retry_after
+from xrl_lite.judger.loop_local import LoopLocal
+from xrl_lite.judger.stopwatch import execution_starts
 from xrl_lite.log import get_logger
 
 if TYPE_CHECKING:
@@ -63,6 +67,7 @@ class Hosts:
         request_timeout: Limit of one request, in seconds.
         max_retries: Requests for one answer before it fails.
         retry_wait_s: Wait between two requests.
+        max_concurrency: Answers that are waited for at the same time.
         headers: Sent with every request.
         transport: Replaces the network, for tests.
         clock: Tells the seconds, for tests.
@@ -76,6 +81,7 @@ class Hosts:
         request_timeout: float = 30.0,
         max_retries: int = 3,
         retry_wait_s: float = 1.0,
+        max_concurrency: int = DEFAULT_CONCURRENCY,
         headers: Mapping[str, str] | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         clock: Callable[[], float] = monotonic,
@@ -85,12 +91,14 @@ class Hosts:
         self._max_retries = max_retries
         self._retry_wait_s = retry_wait_s
         self._headers = dict(headers or {})
+        self._request_timeout = request_timeout
         self._client = SharedClient(request_timeout, transport)
+        self._limiter: LoopLocal[anyio.Semaphore] = LoopLocal(partial(anyio.Semaphore, max_concurrency))
         self._clock = clock
         self._model: str | None = None
 
     async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
-        """Return what `read` finds in the JSON of the answer.
+        """Return what `read` finds in the JSON of the answer; waits while `max_concurrency` others are waited for.
 
         Args:
             path: For example ``/v1/chat/completions``.
@@ -100,6 +108,11 @@ class Hosts:
         Raises:
             RuntimeError: no server gave an answer that can be read.
         """
+        async with self._limiter.get():
+            execution_starts()
+            return await self._try(path, body, read)
+
+    async def _try(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:
         import httpx  # costs a tenth of a second, and most judgers never ask a service
 
         failure: Exception | None = None
@@ -110,7 +123,7 @@ class Hosts:
             host.in_flight += 1
             try:
                 found = read(await self._ask(host, path, body))
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
                 host.fail(self._clock())
                 logger.warning(
                     "judger %r: %s did not judge (attempt %d): %s", self._judger, host.url, attempt + 1, _told(error)
@@ -140,14 +153,20 @@ class Hosts:
         await self._client.aclose()
 
     async def _ask(self, host: Host, path: str, body: Mapping[str, Any]) -> Any:
-        client = await self._client.get()
         if "model" in body and body["model"] is None:
             if self._model is None:
-                listed = await client.get(f"{host.url}/v1/models", headers=self._headers)
-                self._model = str(listed.raise_for_status().json()["data"][0]["id"])
+                listed = await self._request("GET", f"{host.url}/v1/models")
+                self._model = str(listed["data"][0]["id"])
             body = {**body, "model": self._model}
-        answer = await client.post(f"{host.url}{path}", json=body, headers=self._headers)
-        return answer.raise_for_status().json()
+        return await self._request("POST", f"{host.url}{path}", body)
+
+    async def _request(self, method: str, url: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Return the JSON of an answer. The client limits the wait for each piece of it, not for all of it."""
+        client = await self._client.get()
+        with anyio.move_on_after(self._request_timeout):
+            answer = await client.request(method, url, json=body, headers=self._headers)
+            return answer.raise_for_status().json()
+        raise TimeoutError(f"no whole answer from {url} within {self._request_timeout:g} s")
 
 
 def _url(address: str) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -255,6 +257,56 @@ def completion(text: str) -> httpx.Response:
     return httpx.Response(200, json={"choices": [{"message": {"content": text}}]})
 
 
+class CountingServer:
+    """A model server that says correct, and counts the requests that it has at the same time.
+
+    Args:
+        trickles: Whether it goes on sending white space instead.
+    """
+
+    def __init__(self, *, trickles: bool = False) -> None:
+        self.address = ""
+        self.most_at_once = 0
+        self._at_once = 0
+        self._connections: set[asyncio.Task[None]] = set()
+        self._trickles = trickles
+        self._body = completion("Verdict: correct").content
+
+    async def __aenter__(self) -> CountingServer:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.address = "{}:{}".format(*self._server.sockets[0].getsockname())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        await asyncio.gather(*self._connections)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                (length,) = re.findall(rb"content-length: (\d+)", head.lower())
+                await reader.readexactly(int(length))
+                self._at_once += 1
+                self.most_at_once = max(self.most_at_once, self._at_once)
+                await asyncio.sleep(0.01)
+                size = 1 << 30 if self._trickles else len(self._body)
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
+                while self._trickles:
+                    writer.write(b" ")
+                    await writer.drain()
+                    await asyncio.sleep(0.05)
+                self._at_once -= 1
+                writer.write(self._body)
+                await writer.drain()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
 NUMBERS = [
     ("-1", "-1", -1.0),
     (".5", ".5", 0.5),
@@ -298,6 +350,23 @@ class TestLlmJudge:
     async def test_verdicts(self, text: str, settings: Any, reward: Any) -> None:
         config = LlmJudgerConfig(hosts=["one:1"], model="m", **settings)
         assert (await self.judge(Service(completion(text)), config)).reward == reward
+
+    async def test_no_more_are_asked_at_once_than_the_settings_say(self) -> None:
+        async with CountingServer() as server:
+            config = LlmJudgerConfig(hosts=[server.address], model="m", max_concurrency=4)
+            judger = config.build()
+            states = await asyncio.gather(*(judger.judge(make_state(str(n))) for n in range(20)))
+            await judger.aclose()
+        assert [state.reward for state in states] == [{"score": 1.0, "verdict": "correct"}] * 20
+        assert server.most_at_once == 4
+
+    async def test_an_answer_that_never_ends_is_given_up(self) -> None:
+        async with CountingServer(trickles=True) as server, asyncio.timeout(20):
+            config = LlmJudgerConfig(hosts=[server.address], model="m", request_timeout=0.3, max_retries=1)
+            judger = config.build()
+            state = await judger.judge(make_state("x"))
+            await judger.aclose()
+        assert "no whole answer" in str(state.error_msg)
 
     @pytest.mark.parametrize("text", ["I cannot say.", "Verdict: perhaps", ""])
     async def test_no_verdict_is_never_a_score(self, text: str) -> None:

@@ -14,7 +14,7 @@ from xrl_lite.errors import ConfigError
 from xrl_lite.judger.adapters import content_text, data_source_name, prompt_text
 from xrl_lite.judger.base import Judger, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, label_of
 from xrl_lite.judger.config import CallableOrPath, JudgerConfig
-from xrl_lite.judger.handler import RewardHandler, load_handler
+from xrl_lite.judger.handler import DEFAULT_CONCURRENCY, RewardHandler, load_handler
 from xrl_lite.judger.hosts import Hosts
 from xrl_lite.judger.outcome import JudgementPolicy, JudgerInputError, RewardValueError, UnsupportedCallError
 from xrl_lite.judger.prompt import check_template, fill
@@ -228,6 +228,7 @@ class HostedJudgerConfig(JudgerConfig):
             request_timeout=self.request_timeout,
             max_retries=self.max_retries,
             retry_wait_s=self.retry_wait_s,
+            max_concurrency=self.max_concurrency or DEFAULT_CONCURRENCY,
             headers=headers,
         )
 

@@ -94,8 +94,13 @@ class RewardModelJudger(Judger):
         model, tokenizer = self._load()
         scores: list[float] = []
         for payload in payloads:
-            text = self._text(tokenizer, payload)
-            inputs = tokenizer(text, truncation=True, max_length=self._max_length, return_tensors="pt")
+            inputs = tokenizer(
+                self._text(tokenizer, payload),
+                add_special_tokens=tokenizer.chat_template is None,  # a template writes them itself
+                truncation=True,
+                max_length=self._max_length,
+                return_tensors="pt",
+            )
             with torch.inference_mode():
                 logits_L = model(**inputs).logits[0].float()  # noqa: N806 - L labels
             scores.append(self._activate(logits_L)[self._label_index].item())
