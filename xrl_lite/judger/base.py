@@ -256,7 +256,7 @@ class Judger(BaseJudger):
             except Exception as error:  # noqa: BLE001 - as above: user code
                 judgement = replace(judgement, outcome=Outcome.RAISED, output=None, error=error)
             else:
-                self.note(rollout_state, judgement)
+                self.note(judged, judgement)
                 return judged, judgement
         return self.settle_failure(rollout_state, judgement), judgement
 

@@ -252,7 +252,7 @@ class ComposedJudger(Judger):
                 self.get_judger_name(),
             )
         judgement = self._summed_up(judgements, Outcome.OK, None, output=reward)
-        self.note(state, judgement)
+        self.note(merged, judgement)
         return merged, judgement
 
     def _summed_up(

@@ -59,6 +59,27 @@ async def test_merge_sees_outputs_in_the_order_of_the_data_source() -> None:
     assert seen == [["b", "a"]]
 
 
+async def test_a_merge_function_may_return_a_copy() -> None:
+    def merge(state: RolloutState, outputs: Any) -> RolloutState:
+        merged = state.model_copy(deep=True)
+        merged.reward = {"score": outputs["a"]["score"] + outputs["b"]["score"]}
+        return merged
+
+    judger = ComposedJudger({"a": scoring("a", 1.0), "b": scoring("b", 0.5)}, merge)
+    state = await judger.judge(make_state(data_source=BOTH))
+    assert state.reward == {"score": 1.5}
+    assert state.extra_fields["judgement"]["outcome"] == "ok"
+
+
+async def test_a_postprocess_may_return_a_copy() -> None:
+    class Copies(NativeJudger):
+        def postprocess(self, rollout_state: RolloutState, output: Any) -> RolloutState:
+            return super().postprocess(rollout_state.model_copy(deep=True), output)
+
+    state = await Copies("copies", exact).judge(make_state())
+    assert state.extra_fields["judgement"]["outcome"] == "ok"
+
+
 async def test_an_async_merge_function_is_awaited() -> None:
     async def merge(state: RolloutState, judged: dict[str, Any]) -> RolloutState:
         await asyncio.sleep(0)
