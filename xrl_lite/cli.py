@@ -163,7 +163,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _score(options: argparse.Namespace) -> int:
-    from xrl_lite.config import load_judger
+    from xrl_lite.config import change_judger, load_judger
     from xrl_lite.data import DataConfig
     from xrl_lite.judger import score
     from xrl_lite.judger.data_sources import judger_for
@@ -177,7 +177,7 @@ def _score(options: argparse.Namespace) -> int:
         raise explain(error, DataConfig, where=str(options.data)) from error
     samples = score.read_samples(data, response_column=options.response_column)
     if options.judger is None:
-        config = judger_for(sample.row.data_source for sample in samples)
+        config = change_judger(judger_for(sample.row.data_source for sample in samples), options.overrides)
     else:
         config = load_judger(options.judger, options.overrides)
     output = options.output or options.data.with_suffix(".scored.jsonl")

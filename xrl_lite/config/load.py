@@ -63,12 +63,30 @@ def load_judger(spec: str, overrides: Sequence[str] = ()) -> JudgerConfigLike:
             f"There is no judger {spec!r}.{did_you_mean(spec, JUDGERS)} Give one of {', '.join(JUDGERS)}; a .yaml "
             f"file; or reward code as file.py:name, package.module:name or a URL."
         )
+    return _read_judger(settings, overrides, where=spec)
+
+
+def change_judger(config: JudgerConfigLike, overrides: Sequence[str]) -> JudgerConfigLike:
+    """Return the settings of a judger with some of them changed.
+
+    Args:
+        config: The settings.
+        overrides: As in `load_judger`.
+
+    Raises:
+        ConfigError: settings cannot be used; all of them are listed.
+    """
+    settings = _JudgerAlone(judger=config).model_dump(mode="json", exclude_unset=True)["judger"]
+    return _read_judger(settings, overrides, where=f"judger {config.judger_name!r}")
+
+
+def _read_judger(settings: dict[str, Any], overrides: Sequence[str], *, where: str) -> JudgerConfigLike:
     for override in overrides:
         set_value(settings, *parse_override(override))
     try:
         return _JudgerAlone.model_validate({"judger": settings}).judger
     except ValidationError as error:
-        raise explain(error, _JudgerAlone, where=spec) from error
+        raise explain(error, _JudgerAlone, where=where) from error
 
 
 def dump_config(config: RunConfig) -> str:

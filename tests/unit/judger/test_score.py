@@ -152,6 +152,15 @@ def test_the_judger_of_a_run_or_of_a_file_may_be_used(data: Path, tmp_path: Path
     assert records(data.with_suffix(".scored.jsonl"))[1]["reward"] == {"score": 3}
 
 
+@pytest.mark.parametrize("override", ["extra_info.score=3", "branches.openai/gsm8k.extra_info.score=3"])
+def test_a_judger_that_is_chosen_by_data_source_may_be_changed(data: Path, override: str) -> None:
+    if override.startswith("branches"):
+        others = [{"prompt": "b, a", "solution": "a b", "response": "a b", "data_source": "sort_digits"}]
+        write_rows(data, [*answers(), *others])
+    assert main(["score", str(data), override]) == 0
+    assert records(data.with_suffix(".scored.jsonl"))[1]["reward"]["score"] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -159,6 +168,7 @@ def test_the_judger_of_a_run_or_of_a_file_may_be_used(data: Path, tmp_path: Path
         (["--judger", "no_such.yaml"], "There is no config file no_such.yaml"),
         (["--judger", "no_such.py:f"], "there is no such file"),
         (["--judger", "gsm8k", "request_timout=3"], "Did you mean 'request_timeout'"),
+        (["request_timout=3"], "Did you mean 'request_timeout'"),
         (["--response-column", "respons"], "Looked for respons. Did you mean 'response'? The row has question, answer"),
         (["--label-column", "gold"], "there is no column 'gold'"),
     ],
