@@ -32,7 +32,7 @@ from xrl_lite.judger.merge import with_parts
 from xrl_lite.judger.outcome import RewardValueError, SkipSampleError
 
 LABEL_COLUMNS = ("ground_truth", "solution", "answer", "label", "target")
-"""Parameters that stand for the label when the row has no column of that name."""
+"""Parameters, and keys of ``**kwargs``, that stand for the label when the row has no column of that name."""
 
 _TRL_LOGGING = ("trainer_state", "log_extra", "log_metric")
 _OWN_FIELDS = frozenset({"judgement", "row", "raw_prompt"})
@@ -239,7 +239,7 @@ class TrlReward(RewardAdapter):
     def _arguments_of(
         self, function: RewardHandler, parameters: Parameters, offered: dict[str, Any], payload: Mapping[str, Any]
     ) -> dict[str, Any]:
-        label = {name: [payload["label"]] for name in LABEL_COLUMNS if name in parameters.names and name not in offered}
+        label = {name: [payload["label"]] for name in LABEL_COLUMNS if parameters.takes(name) and name not in offered}
         chosen = parameters.choose({**offered, **label})
         for name in parameters.required:
             if name not in chosen:
@@ -318,7 +318,7 @@ class ArealReward(RewardAdapter):
         return self._columns_among(self.parameters)
 
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
-        label = {name: payload["label"] for name in LABEL_COLUMNS if name in self.parameters.names}
+        label = {name: payload["label"] for name in LABEL_COLUMNS if self.parameters.takes(name)}
         return {
             **label,
             **payload["columns"],

@@ -115,6 +115,10 @@ class Parameters:
                     if parameter.default is parameter.empty:
                         self.required.append(parameter.name)
 
+    def takes(self, name: str) -> bool:
+        """Return whether the callable takes an argument of this name."""
+        return self.takes_any or name in self.names
+
     def choose(self, offered: dict[str, Any]) -> dict[str, Any]:
         """Return those of the offered arguments that the callable takes."""
         if self.takes_any or offered.keys() <= self.names.keys():

@@ -48,6 +48,15 @@ def trl_without_kwargs(prompts: list[str], completions: list[str], solution: lis
     return [_gsm8k(text, gold) for text, gold in zip(completions, solution, strict=True)]
 
 
+def trl_by_kwargs(completions: list[str], **kwargs: Any) -> list[float]:
+    return [_gsm8k(text, gold) for text, gold in zip(completions, kwargs["solution"], strict=True)]
+
+
+def areal_by_kwargs(completions: str, **kwargs: Any) -> float:
+    assert kwargs["split"] == "train"
+    return _gsm8k(completions, kwargs["answer"])
+
+
 async def trl_chat(completions: list[list[dict[str, str]]], ground_truth: list[str], **kwargs: Any) -> list[float]:
     return [_gsm8k(turns[0]["content"], gold) for turns, gold in zip(completions, ground_truth, strict=True)]
 
@@ -85,9 +94,11 @@ FUNCTIONS: list[tuple[str, Any]] = [
     ("trl", trl),
     ("trl", trl_without_kwargs),
     ("trl", TrlObject()),
+    ("trl", trl_by_kwargs),
     ("trl_chat", trl_chat),
     ("openrlhf", openrlhf),
     ("areal", areal),
+    ("areal", areal_by_kwargs),
 ]
 
 
@@ -139,6 +150,18 @@ async def test_a5_a_wrong_number_of_rewards_is_an_error_that_names_the_function(
     state = await JudgerConfig(judger_name="x", reward_handler=sloppy, signature="trl").build().judge(sample(RIGHT))
     assert state.status is Status.FAILED
     assert f"sloppy returned {len(result)} values, expected 1" in str(state.error_msg)
+
+
+async def test_a_column_of_the_row_wins_over_the_label() -> None:
+    seen: list[Any] = []
+
+    def look(completions: Any, **kwargs: Any) -> list[float]:
+        seen.append((kwargs["solution"], kwargs["answer"]))
+        return [1.0]
+
+    state = make_state(RIGHT, extra_fields={"solution": "because"})
+    await JudgerConfig(judger_name="x", reward_handler=look, signature="trl").build().judge(state)
+    assert seen == [(["because"], ["72"])]
 
 
 async def test_none_skips_the_sample() -> None:
