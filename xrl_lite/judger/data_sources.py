@@ -138,8 +138,9 @@ def _check_columns(config: JudgerConfig, row: Row) -> None:
     if adapter is None:
         return
     known = {*row.extra_info, *config.extra_info}
+    has_source = row.data_source is not None
     for name in adapter.required_columns():
-        if name not in known:
+        if name not in known and not (name == "data_source" and has_source):
             raise DataError(
                 f"judger {config.judger_name!r}: {adapter.__name__} takes the column {name!r}, which row {row.index} "
                 f"does not have.{did_you_mean(name, known)} It has {', '.join(sorted(known)) or 'no further columns'}. "

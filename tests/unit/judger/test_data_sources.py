@@ -9,8 +9,9 @@ import pytest
 from tests.unit.judger.states import exact
 from xrl_lite.data import Row
 from xrl_lite.errors import ConfigError, DataError
-from xrl_lite.judger import ComposedJudgerConfig, ExactMatchJudgerConfig, JudgerConfig
+from xrl_lite.judger import ComposedJudgerConfig, ExactMatchJudgerConfig, JudgerConfig, VerlJudgerConfig
 from xrl_lite.judger.data_sources import JUDGER_OF_DATA_SOURCE, check_rows, judger_for, kind_for
+from xrl_lite.judger.presets.verl import default_compute_score
 
 
 def row(data_source: Any = "a", *, index: int = 0, **columns: Any) -> Row:
@@ -76,6 +77,15 @@ def test_a_missing_column_is_an_error_before_the_run(signature: str, function: A
 def test_what_the_config_gives_is_not_missing() -> None:
     for given in ({"reward_kwargs": {"difficulty": [1]}}, {"extra_info": {"difficulty": 1}}):
         check_rows(JudgerConfig(judger_name="x", reward_handler=trl, signature="trl", **given), [row()])  # pyright: ignore[reportArgumentType]
+
+
+def test_a_scorer_chosen_by_data_source_needs_one() -> None:
+    with pytest.raises(DataError, match="takes the column 'data_source', which row 3"):
+        check_rows(VerlJudgerConfig(), [row("openai/gsm8k"), row(None, index=3)])
+    check_rows(VerlJudgerConfig(reward_kwargs={"data_source": "openai/gsm8k"}), [row(None)])
+    check_rows(VerlJudgerConfig(reward_handler=exact, signature="xtuner"), [row(None)])
+    with pytest.raises(DataError, match="no data source"):
+        default_compute_score(None, "#### 1", "1")
 
 
 def test_only_the_rows_of_a_branch_need_its_columns() -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from xrl_lite.data import RolloutState
-from xrl_lite.errors import ConfigError
+from xrl_lite.errors import ConfigError, DataError
 from xrl_lite.judger.adapters import RewardAdapter, VerlReward
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.config import JudgerConfig, RewardCode
@@ -73,6 +73,11 @@ class ManagedReward(VerlReward):
         self._max_resp_len = max_resp_len
         self._overlong = overlong
 
+    def required_columns(self) -> list[str]:
+        """Return the data source, where it alone chooses the scorer."""
+        chooses = self.function is default_compute_score and "data_source" not in self.reward_kwargs
+        return ["data_source"] if chooses else []
+
     def __call__(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
         """Return the reward dict, or an awaitable of it."""
         own = payload["columns"].get("reward_score")
@@ -98,13 +103,16 @@ class ManagedReward(VerlReward):
 
 
 def default_compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
+    data_source: str | None, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Score by the judger that is known for a data source; see `xrl_lite.judger.data_sources.kind_for`.
 
     Raises:
         ConfigError: none is known; names the closest.
+        DataError: the sample has no data source.
     """
+    if data_source is None:
+        raise DataError("The sample has no data source to choose a scorer by. Set data.data_source or reward_handler.")
     judger = _judger_of(kind_for(data_source))
     state = RolloutState(message=[], response=solution_str, reward_model={"ground_truth": ground_truth})
     payload = judger.preprocess(state)
