@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from xrl_lite.actors import ActorSystem
@@ -14,7 +16,16 @@ from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import CriticConfig, EngineConfig, LoraConfig, OptimizerConfig
 from xrl_lite.engine.controller import CriticController, TrainingController
-from xrl_lite.errors import ActorDiedError, ActorUnavailableError, RankError
+from xrl_lite.errors import (
+    ActorDiedError,
+    ActorTimeoutError,
+    ActorUnavailableError,
+    RankError,
+    WeightSyncError,
+)
+from xrl_lite.rollout import RolloutConfig
+from xrl_lite.rollout.controller import RolloutController
+from xrl_lite.weight_sync import WeightSync, make_transport
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
 
@@ -227,3 +238,37 @@ async def test_a_rank_that_cannot_be_built_ends_the_others(system: ActorSystem, 
     with pytest.raises(OSError, match="nowhere"):
         await controller.ready()
     assert all(rank.is_down for rank in controller._ranks)
+
+
+async def test_a_trainer_keeps_its_weights_where_every_replica_is_lost_in_the_transfer(
+    system: ActorSystem, tiny_model_folder: Path
+) -> None:
+    controller = make_controller(system, tiny_model_folder)
+    await controller.train_batch(make_batch(0))
+    trained = await controller.export_weights()
+    config = RolloutConfig(engine="fake", num_threads=1, max_restarts=0, engine_options={"exit_at_load": 0})
+    async with RolloutController(system, config=config, model_path="none", decode=lambda *_: "", seed=0) as rollout:
+        await rollout.ready()
+        transport = make_transport("process_group", folder=None, bucket_bytes=1 << 20, timeout_s=0.5)
+        sync = WeightSync(source=controller, targets=rollout.adapters, gate=rollout, transport=transport)
+        with pytest.raises(WeightSyncError, match=r"(?s)phase transfer: all replicas.*rollout/0"):
+            await sync.sync(1)
+    assert not largest_gap(await controller.export_weights(), trained)
+    await controller.stop(0.0)
+
+
+@pytest.mark.parametrize(("step_timeout_s", "patience_s"), [(1000.0, 0.2), (1.0, 60.0)], ids=["cancelled", "too slow"])
+async def test_a_first_rank_that_is_cut_off_ends_all_ranks(
+    system: ActorSystem, tiny_model_folder: Path, step_timeout_s: float, patience_s: float
+) -> None:
+    controller = make_controller(system, tiny_model_folder, step_timeout_s=step_timeout_s)
+    await controller.ready()
+    transport = make_transport("process_group", folder=None, bucket_bytes=1 << 20, timeout_s=100.0)
+    with suppress(ActorTimeoutError):
+        await controller.attach_weights(transport.sender())
+        await controller.open_weights(1)
+        with anyio.move_on_after(patience_s):
+            await controller.send_weights(0, 1)  # it waits for a receiver, and there is none
+    with pytest.raises(ActorUnavailableError):
+        await controller.export_weights()
+    await controller.stop(0.0)

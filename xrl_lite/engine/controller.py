@@ -151,8 +151,9 @@ class RankGroup:
         return (await self._together(method, calls))[0]
 
     async def _ask_first(self, method: str, *args: Any) -> Any:
-        """Call a method that is the first rank's alone."""
-        return await getattr(self._ranks[0], method).options(timeout_s=self._config.step_timeout_s).remote(*args)
+        """Call a method that is the first rank's alone; it ends for all ranks as one that reaches them all."""
+        call = getattr(self._ranks[0], method).options(timeout_s=self._config.step_timeout_s).remote(*args)
+        return (await self._together(method, [call]))[0]
 
     async def _together(self, phase: str, calls: Sequence[Awaitable[Any]]) -> list[Any]:
         results: list[Any] = [None] * len(calls)

@@ -339,13 +339,22 @@ class WeightSync:
             held[target.name] = await target.load(group.for_receiver(ranks[target.name], len(targets)))
 
         left: list[WeightTarget] = []
+        failure: Exception | None = None
         try:
             with errors_as_themselves():
                 async with anyio.create_task_group() as sending:
                     sending.start_soon(self._source.send_weights, number, len(targets))
-                    left = await self._phase(offer, "transfer", targets, load)
-        except RuntimeError as error:  # torch's: the connection to somebody broke
-            raise _Lost(_broken_group(offer, error)) from error
+                    try:
+                        left = await self._phase(offer, "transfer", targets, load)
+                    except Exception as error:  # noqa: BLE001 - raised below
+                        # not here: the sender would be cancelled, and a trainer that is cut off loses its weights
+                        failure = error
+        except RuntimeError as error:
+            failure = failure or error
+        if isinstance(failure, RuntimeError):  # torch's: the connection to somebody broke
+            raise _Lost(_broken_group(offer, failure)) from failure
+        if failure is not None:
+            raise failure
         if len(left) < len(targets):
             raise _Lost(_broken_group(offer, RuntimeError("a replica was lost")))
 
