@@ -21,6 +21,7 @@ from xrl_lite.rollout import RolloutConfig, link
 from xrl_lite.rollout.adapter import FixedWeightsAdapter
 from xrl_lite.rollout.client import LLMClient
 from xrl_lite.rollout.controller import RolloutController
+from xrl_lite.rollout.replica import GenerateResult
 from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
 
 BACKENDS = ["inline", pytest.param("process", marks=pytest.mark.process)]
@@ -207,6 +208,21 @@ async def test_tokens_stream_as_they_come_and_are_the_response(system: ActorSyst
         await until(lambda: loads(controller) == [0])
         health = await controller.check_health()
         await until(lambda: health["rollout/0"].num_running <= 1)
+
+
+async def test_whoever_fails_to_hear_of_tokens_costs_neither_the_response_nor_the_replica(system: ActorSystem) -> None:
+    told: list[GenerateResult] = []
+
+    def listen(new: GenerateResult) -> None:
+        told.append(new)
+        raise anyio.BrokenResourceError  # what a stream raises that nobody reads any more
+
+    async with make_controller(system, responses=[[65] * 4], seconds_per_token=0.01) as controller:
+        state = await controller.generate(fresh(), on_tokens=listen)
+        assert (state.status, state.response_ids) == (Status.COMPLETED, [65] * 4)
+        assert len(told) == 1
+        assert controller.statistics()["replicas"]["rollout/0"]["num_replaced"] == 0
+        assert controller.statistics()["num_resent"] == 0
 
 
 async def test_one_that_gives_up_takes_nobody_along_and_frees_its_place(system: ActorSystem) -> None:

@@ -178,11 +178,11 @@ class RolloutController:
             with sender:
                 await self.generate(state, on_tokens=sender.send_nowait)
 
-        with errors_as_themselves():
+        # the receiver is closed last: as long as the request is there, it is told of tokens
+        with receiver, errors_as_themselves():
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run)
-                with receiver:
-                    yield receiver
+                yield receiver
                 tasks.cancel_scope.cancel()
 
     # --- control

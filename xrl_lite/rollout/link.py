@@ -91,8 +91,16 @@ class Pending:
     def progress(self, new: GenerateResult) -> None:
         """Take new tokens."""
         self.known.extend(new)
-        if self.on_tokens is not None and new.token_ids:
+        if self.on_tokens is None or not new.token_ids:
+            return
+        try:
             self.on_tokens(new)
+        except Exception:
+            # whoever wanted to know is at fault, not the replica
+            self.on_tokens = None
+            logger.exception(
+                "request %s: whoever is told of its tokens raised, and is told no more", self.request.request_id
+            )
 
     def end(self, outcome: Outcome | Lost) -> None:
         """Wake up whoever waits."""
