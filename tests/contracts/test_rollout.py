@@ -21,7 +21,8 @@ from xrl_lite.rollout import RolloutConfig, link
 from xrl_lite.rollout.adapter import FixedWeightsAdapter
 from xrl_lite.rollout.client import LLMClient
 from xrl_lite.rollout.controller import RolloutController
-from xrl_lite.rollout.replica import GenerateResult
+from xrl_lite.rollout.fake import FakeReplica
+from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplicaRegistry
 from xrl_lite.weight_sync import LocalWeights, WeightSync, make_transport
 
 BACKENDS = ["inline", pytest.param("process", marks=pytest.mark.process)]
@@ -110,6 +111,26 @@ async def test_a_request_that_fails_is_data_and_its_sibling_goes_on(system: Acto
         assert bad.status is Status.FAILED
         assert bad.error_msg == "sample 1: rollout/0: scripted failure of prompt [9]"
         assert good.status is Status.COMPLETED
+
+
+class Censor(FakeReplica):
+    """Ends every response as servers do whose filter objects to it."""
+
+    def _answer(self, request: GenerateRequest) -> GenerateResult:
+        result = super()._answer(request)
+        result.finish_reason = "content_filter"
+        return result
+
+
+async def test_a_response_that_the_engine_ends_in_its_own_way_fails_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(RolloutReplicaRegistry._table, "censor", lambda: Censor)
+    async with ActorSystem(num_cpus=8, backend="inline") as system:
+        async with make_controller(system, settings={"engine": "censor"}) as controller:
+            state = await controller.generate(fresh(rollout_id=3))
+    assert state.status is Status.FAILED
+    assert state.error_msg == "sample 3: the engine ended the response with 'content_filter'"
 
 
 async def test_closed_gate_holds_requests_until_it_opens(system: ActorSystem) -> None:
@@ -255,6 +276,33 @@ async def test_a_request_that_takes_too_long_is_failed_and_ended_in_the_engine(s
         assert "no whole response within 0.2 s" in (state.error_msg or "")
         while (await controller.check_health())["rollout/0"].num_running:
             pass
+
+
+async def test_leaving_the_controller_ends_what_is_in_flight_with_an_error(system: ActorSystem) -> None:
+    sent, waits = fresh(rollout_id=1), fresh(rollout_id=2)
+    refusals: list[ActorUnavailableError] = []
+
+    async def wait_for_a_turn() -> None:
+        try:
+            await controller.generate(waits)
+        except ActorUnavailableError as error:
+            refusals.append(error)
+
+    with anyio.fail_after(10):
+        async with (
+            anyio.create_task_group() as tasks,
+            make_controller(system, hang_prompts=[5], settings={"max_in_flight": 1}) as controller,
+        ):
+            await controller.ready()
+            tasks.start_soon(controller.generate, sent)
+            await until(lambda: loads(controller) == [1])
+            tasks.start_soon(wait_for_a_turn)
+            await until(lambda: controller.statistics()["num_waiting"] == 1)
+    assert sent.status is Status.FAILED
+    assert sent.error_msg == (
+        "sample 1: rollout/0: generation was ended (its controller was left) before the response was whole"
+    )
+    assert "rollout/0: generation was ended" in str(refusals[0])
 
 
 async def test_requests_go_to_the_least_loaded_replica_and_sessions_stay(system: ActorSystem) -> None:

@@ -247,7 +247,7 @@ async def test_a_trainer_keeps_its_weights_where_every_replica_is_lost_in_the_tr
     await controller.train_batch(make_batch(0))
     trained = await controller.export_weights()
     config = RolloutConfig(engine="fake", num_threads=1, max_restarts=0, engine_options={"exit_at_load": 0})
-    async with RolloutController(system, config=config, model_path="none", decode=lambda *_: "", seed=0) as rollout:
+    async with RolloutController(system, config=config, model_path="none", decode=lambda ids, _: "", seed=0) as rollout:
         await rollout.ready()
         transport = make_transport("process_group", folder=None, bucket_bytes=1 << 20, timeout_s=0.5)
         sync = WeightSync(source=controller, targets=rollout.adapters, gate=rollout, transport=transport)

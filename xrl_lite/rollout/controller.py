@@ -351,8 +351,10 @@ class RolloutController:
         state.response_mask = [1] * len(result.token_ids)
         state.response_model_steps = result.policy_versions
         state.finish_reason = finish_reason
-        state.error_msg = None
         state.status = update_status_from_finish_reason(finish_reason)
+        state.error_msg = None
+        if state.status is Status.FAILED:
+            state.error_msg = f"sample {state.rollout_id}: the engine ended the response with {finish_reason!r}"
         return state
 
     def _serve(self) -> None:

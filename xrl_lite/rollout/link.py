@@ -173,6 +173,9 @@ class ReplicaLink:
     def send(self, request: GenerateRequest, on_tokens: OnTokens | None = None) -> Pending:
         """Give it a request; everything that is sent in one turn of the loop is admitted together."""
         pending = Pending(request, on_tokens)
+        if self.state is LinkState.DOWN:  # since the place was given
+            pending.end(Lost(self.error or RolloutError("it is down"), pending.known))
+            return pending
         self._pending[request.request_id] = pending
         self._outbox.append(request)
         self._wanted.set()
@@ -213,8 +216,13 @@ class ReplicaLink:
                     return
 
     async def stop(self) -> None:
-        """End the process, which gets a moment to do so in order."""
+        """End the process, which gets a moment to do so in order; whoever waits for a response gets an error."""
         self.state = LinkState.DOWN
+        self.error = self.error or RolloutError("generation was ended (its controller was left)")
+        pending, self._pending, self._outbox = list(self._pending.values()), {}, []
+        for each in pending:
+            each.end(RolloutError("generation was ended (its controller was left) before the response was whole"))
+        self._changed()
         with anyio.move_on_after(self._config.health_timeout_s):
             await self.replica.stop(grace_s=STOP_GRACE_S)
 

@@ -11,11 +11,11 @@ Is woken by  a streamed piece of a response; the end of the connection
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from xrl_lite.errors import ConfigError, RolloutError, WeightSyncError
 from xrl_lite.log import get_logger
@@ -32,6 +32,24 @@ RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
 _ERROR_CHARACTERS = 500
+
+
+class _Logprobs(BaseModel):
+    token_logprobs: list[float] | None = None
+
+
+class _Choice(BaseModel):
+    text: str | None = None
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Event(BaseModel):
+    """What is read of a streamed piece of a response."""
+
+    error: Any = None
+    choices: list[_Choice] | None = None
 
 
 class OpenAIReplica(RolloutReplica):
@@ -100,6 +118,9 @@ class OpenAIReplica(RolloutReplica):
             await self._ask(request, result)
         except RolloutError as error:
             outcome = error
+        except Exception as error:
+            logger.exception("request %s failed", request_id)
+            outcome = RolloutError(f"asking the server failed with {type(error).__name__}: {error}")
         if self._results.pop(request_id, None) is not None:
             del self._tasks[request_id]
             self.deliver(request_id, outcome)
@@ -158,40 +179,39 @@ class OpenAIReplica(RolloutReplica):
             body["stop_token_ids"] = params.stop_token_ids
         return body | self._options["extra_body"]
 
-    def _take(self, request: GenerateRequest, result: GenerateResult, event: dict[str, Any]) -> None:
-        if "error" in event:
-            raise RolloutError(f"the server reported {event['error']!r}")
-        if not event.get("choices"):
+    def _take(self, request: GenerateRequest, result: GenerateResult, event: _Event) -> None:
+        if event.error:
+            raise RolloutError(f"the server reported {event.error!r}")
+        if not event.choices:
             return
-        choice = event["choices"][0]
-        token_ids: list[int] | None = choice.get("token_ids")
-        details: dict[str, Any] = choice.get("logprobs") or {}
-        logprobs: list[float] = details.get("token_logprobs") or []
-        if token_ids is None:
-            if choice.get("text"):
-                raise RolloutError(
-                    "the server returns text without token ids, and text encoded anew is other tokens than were "
-                    "sampled. Use a server that returns them (vLLM does with return_token_ids), and say in "
-                    "engine_options.extra_body how it is asked to."
-                )
-            token_ids = []
+        choice = event.choices[0]
+        token_ids = choice.token_ids or []
+        logprobs = (choice.logprobs and choice.logprobs.token_logprobs) or []
+        if choice.token_ids is None and choice.text:
+            raise RolloutError(
+                "the server returns text without token ids, and text encoded anew is other tokens than were "
+                "sampled. Use a server that returns them (vLLM does with return_token_ids), and say in "
+                "engine_options.extra_body how it is asked to."
+            )
         if len(logprobs) != len(token_ids):
             raise RolloutError(f"the server returned {len(logprobs)} log-probs for {len(token_ids)} tokens")
         result.token_ids += token_ids
         result.logprobs += logprobs
         result.policy_versions += [self.policy_version] * len(token_ids)
-        result.finish_reason = choice.get("finish_reason") or result.finish_reason
+        result.finish_reason = choice.finish_reason or result.finish_reason
         self.advanced([request.request_id])
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def _events(response: httpx.Response) -> AsyncIterator[_Event]:
     """Yield the events of a stream of server-sent events."""
     async for line in response.aiter_lines():
         if line.startswith("data:") and (data := line[len("data:") :].strip()) != "[DONE]":
             try:
-                yield json.loads(data)
-            except ValueError as error:
-                raise RolloutError(f"the server sent what is no JSON: {data[:_ERROR_CHARACTERS]!r}") from error
+                yield _Event.model_validate_json(data)
+            except ValidationError as error:
+                raise RolloutError(
+                    f"the server sent an event that is none of the protocol: {data[:_ERROR_CHARACTERS]!r} ({error})"
+                ) from error
 
 
 def _retry_after(response: httpx.Response) -> float | None:

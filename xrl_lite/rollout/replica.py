@@ -132,6 +132,7 @@ class RolloutReplica(ABC):
         self._reported: dict[str, int] = {}
         self._ended: dict[str, Outcome] = {}
         self._streaming: set[str] = set()
+        self._told_all_at = time.monotonic()
         self._changed = anyio.Event()
         self._num_ended = 0
         self._last_token = time.monotonic()
@@ -152,11 +153,15 @@ class RolloutReplica(ABC):
     async def collect(self, within_s: float) -> Collected:
         """Return what happened since the last call; waits until a request has ended or a streamed token has come.
 
-        After `within_s` seconds without that, return the new tokens of all requests. Cancelling loses nothing.
+        Once `within_s` seconds have passed since it was last so, it returns the new tokens of all requests. Cancelling
+        loses nothing.
         """
         with anyio.move_on_after(within_s):
             await self._changed.wait()
-        asked = list(self._streaming if self._changed.is_set() else self._running)
+        asked = list(self._streaming)
+        now = time.monotonic()
+        if not self._changed.is_set() or now - self._told_all_at >= within_s:
+            asked, self._told_all_at = list(self._running), now
         progress = {request_id: new for request_id in asked if (new := self._new_tokens(request_id)).token_ids}
         ended, self._ended, self._changed = self._ended, {}, anyio.Event()
         self._streaming.clear()

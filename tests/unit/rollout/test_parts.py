@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
+import httpx
 import pytest
 import torch
 from hypothesis import given
@@ -18,9 +21,10 @@ from xrl_lite.data import SampleParams
 from xrl_lite.errors import ConfigError, PluginError, RolloutError, UnknownNameError
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.config import truncation_warning
+from xrl_lite.rollout.fake import FakeReplica
 from xrl_lite.rollout.kv_cache import capacity_for
 from xrl_lite.rollout.openai_engine import OpenAIReplica
-from xrl_lite.rollout.replica import GenerateRequest, RolloutReplicaRegistry
+from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplicaRegistry
 from xrl_lite.rollout.sampling import penalise, sample_tokens
 from xrl_lite.weight_sync import choose_transport, make_transport
 from xrl_lite.weight_sync.senders import in_buckets, places_of
@@ -166,16 +170,38 @@ def test_engines_that_do_not_exist_or_are_none_are_refused(monkeypatch: pytest.M
         RolloutReplicaRegistry.get("no")
 
 
+def request_of(request_id: str, prompt_ids: list[int], *, seed: int = 1, **params: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=request_id,
+        prompt_ids=prompt_ids,
+        sample_params=SampleParams(**{"max_tokens": 3, **params}),
+        seed=seed,
+    )
+
+
+async def test_a_busy_replica_tells_what_long_responses_have_so_far() -> None:
+    options = {"hang_prompts": [9], "hang_tokens": 2, "responses": [[7, 8]]}
+    replica = FakeReplica(config=RolloutConfig(engine="fake", engine_options=options), model_path="none", replica=0)
+    await replica.submit([request_of("long", [9])])
+    told: list[int] = []
+    with anyio.fail_after(5):
+        while not told:  # something always ends before the interval is over
+            await replica.submit([request_of("short", [1])])
+            collected = await replica.collect(0.05)
+            assert "short" in collected.ended
+            told += collected.progress["long"].token_ids if "long" in collected.progress else []
+    assert told == [7, 8]
+
+
 # --- the openai engine and its server
 
 
-async def ask(replica: OpenAIReplica) -> RolloutError | list[int]:
-    request = GenerateRequest(request_id="r", prompt_ids=[5], sample_params=SampleParams(max_tokens=3), seed=1)
-    await replica.submit([request])
-    while not (ended := (await replica.collect(10.0)).ended):
-        pass
-    outcome = ended["r"]
-    return outcome if isinstance(outcome, RolloutError) else outcome.token_ids
+async def ask(replica: OpenAIReplica) -> RolloutError | GenerateResult:
+    await replica.submit([request_of("r", [5])])
+    with anyio.fail_after(10):
+        while not (ended := (await replica.collect(1.0)).ended):
+            pass
+    return ended["r"]
 
 
 async def test_a_busy_server_is_asked_again_and_one_without_ids_is_refused(tiny_model_folder: Path) -> None:
@@ -183,7 +209,9 @@ async def test_a_busy_server_is_asked_again_and_one_without_ids_is_refused(tiny_
         config = RolloutConfig(engine="openai", engine_options={"base_urls": [server.url], "max_attempts": 3})
         replica = OpenAIReplica(config=config, model_path="m", replica=0)
         server.refuse_next = 2
-        assert len(await ask(replica)) == 3  # type: ignore[arg-type]
+        outcome = await ask(replica)
+        assert isinstance(outcome, GenerateResult)
+        assert len(outcome.token_ids) == 3
         assert server.num_requests == 3
         server.refuse_next = 3
         assert "answered 503: busy (3 attempts)" in str(await ask(replica))
@@ -199,3 +227,42 @@ async def test_a_server_that_is_not_there_is_named() -> None:
     await replica._client.aclose()
     with pytest.raises(ConfigError, match="one address for each of the 2 replicas"):
         OpenAIReplica(config=RolloutConfig(engine="openai", num_replicas=2), model_path="m", replica=0)
+
+
+@pytest.mark.parametrize(
+    ("event", "problem"),
+    [
+        ("[]", "an event that is none of the protocol: '\\[\\]'"),
+        ('{"choices": [{"token_ids": [1], "logprobs": [-0.5]}]}', "none of the protocol.*choices.0.logprobs"),
+        ('{"choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [null]}}]}', "token_logprobs.0"),
+        ('{"error": {"message": "out of memory"}}', "the server reported .*out of memory"),
+        ('{"error": null, "choices": [{"token_ids": [1], "logprobs": {"token_logprobs": [-0.5]}}]}', None),
+    ],
+)
+async def test_every_event_of_a_server_ends_in_a_response_or_in_an_error(event: str, problem: str | None) -> None:
+    end = '{"choices": [{"finish_reason": "stop"}]}'
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, text=f"data: {event}\n\ndata: {end}\n\ndata: [DONE]\n\n")
+
+    outcome = await ask(openai_replica(httpx.MockTransport(answer)))
+    if problem is None:
+        assert outcome == GenerateResult(token_ids=[1], logprobs=[-0.5], policy_versions=[0], finish_reason="stop")
+    else:
+        assert isinstance(outcome, RolloutError)
+        assert re.search(problem, str(outcome), re.DOTALL)
+
+
+async def test_whatever_goes_wrong_in_asking_is_told_to_whoever_asked() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        raise ZeroDivisionError("in the transport")
+
+    outcome = await ask(openai_replica(httpx.MockTransport(answer)))
+    assert str(outcome) == "asking the server failed with ZeroDivisionError: in the transport"
+
+
+def openai_replica(transport: httpx.AsyncBaseTransport) -> OpenAIReplica:
+    config = RolloutConfig(engine="openai", engine_options={"base_urls": ["http://127.0.0.1:9/v1"]})
+    replica = OpenAIReplica(config=config, model_path="m", replica=0)
+    replica._client = httpx.AsyncClient(base_url="http://127.0.0.1:9/v1/", transport=transport)
+    return replica
