@@ -15,7 +15,7 @@ from tests.build import ByText, make_state
 from xrl_lite.actors import ActorSystem
 from xrl_lite.agent_loop import AgentLoopManager, ProduceLimits, Producer, ProducerTask, SingleTurnAgentLoopConfig
 from xrl_lite.data import RolloutState, Row, SampleParams, Sampler, Status
-from xrl_lite.errors import ActorUnavailableError, BufferStarvedError, ConfigError, WeightSyncError
+from xrl_lite.errors import ActorDiedError, ActorUnavailableError, BufferStarvedError, ConfigError, WeightSyncError
 from xrl_lite.replay_buffer import PromptGroup, ReplayBufferConfig, build_replay_buffer
 from xrl_lite.rollout import RolloutConfig, link
 from xrl_lite.rollout.adapter import FixedWeightsAdapter
@@ -126,9 +126,11 @@ async def test_a_response_that_the_engine_ends_in_its_own_way_fails_with_the_rea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(RolloutReplicaRegistry._table, "censor", lambda: Censor)
-    async with ActorSystem(num_cpus=8, backend="inline") as system:
-        async with make_controller(system, settings={"engine": "censor"}) as controller:
-            state = await controller.generate(fresh(rollout_id=3))
+    async with (
+        ActorSystem(num_cpus=8, backend="inline") as system,
+        make_controller(system, settings={"engine": "censor"}) as controller,
+    ):
+        state = await controller.generate(fresh(rollout_id=3))
     assert state.status is Status.FAILED
     assert state.error_msg == "sample 3: the engine ended the response with 'content_filter'"
 
@@ -181,6 +183,43 @@ async def test_an_aborted_sample_goes_on_or_starts_over(system: ActorSystem, par
         assert controller.statistics()["num_requests"] == 2
         assert await controller.generate(state) is state
         assert controller.statistics()["num_requests"] == 2  # what is complete is left alone
+
+
+async def test_a_stop_text_that_is_cut_by_an_abort_ends_the_response_where_it_is_whole(system: ActorSystem) -> None:
+    async with make_controller(
+        system, hang_prompts=[5], hang_tokens=2, responses=[list(range(65, 75))], settings={"partial_rollout": True}
+    ) as controller:
+        await controller.ready()
+        state = fresh(sample_params=SampleParams(max_tokens=9, stops=["ZZ", "BCD"]))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, state)
+            await until(lambda: any(pending.known.token_ids for pending in controller._links[0]._pending.values()))
+            await controller.abort_all()
+        assert (state.status, state.response_ids) == (Status.ABORTED, [65, 66])
+        state.prompt_ids = [6]  # this one does not hang
+        await controller.generate(state)
+        assert (state.status, state.finish_reason) == (Status.COMPLETED, "stop")
+        assert (state.response_ids, state.response) == ([65, 66, 67, 68], "ABCD")
+        assert len(state.logprobs or []) == len(state.response_model_steps or []) == 4
+
+
+@pytest.mark.parametrize("ending", [{"stops": ["AB"]}, {"stop_token_ids": [66]}], ids=["text", "token"])
+async def test_what_was_whole_when_its_replica_died_is_not_sent_again(
+    system: ActorSystem, ending: dict[str, Any]
+) -> None:
+    async with make_controller(
+        system, hang_prompts=[5], hang_tokens=2, responses=[[65, 66, 67, 68]], settings={"max_resends": 0}
+    ) as controller:
+        await controller.ready()
+        state = fresh(sample_params=SampleParams(max_tokens=9, **ending))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(controller.generate, state)
+            (replica,) = controller._links
+            await until(lambda: any(pending.known.token_ids for pending in replica._pending.values()))
+            replica.fail(ActorDiedError("scripted"))
+        assert (state.status, state.finish_reason) == (Status.COMPLETED, "stop"), state.error_msg
+        assert state.response_ids == [65, 66]
+        assert controller.statistics()["num_resent"] == 0
 
 
 @pytest.mark.parametrize(("response", "reason"), [([65, 99], "stop"), ([65, 66, 67], "length")])

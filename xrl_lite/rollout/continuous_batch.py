@@ -335,7 +335,10 @@ class ContinuousBatch:
 
     def _has_stop_text(self, sequence: Sequence) -> bool:
         # a character takes at most 4 tokens, so a text that ended just now lies within these
-        tail = self._decode(sequence.token_ids[-4 * max(map(len, sequence.stops)) - 8 :])
+        number = 4 * max(map(len, sequence.stops)) + 8
+        num_earlier = min(number, sequence.request.num_sampled)
+        response = [*sequence.prefix[len(sequence.prefix) - num_earlier :], *sequence.token_ids[-number:]]
+        tail = self._decode(response[-number:])
         return any(stop in tail for stop in sequence.stops)
 
 

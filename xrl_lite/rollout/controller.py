@@ -16,6 +16,7 @@ over; so do all others. What comes back is COMPLETED, ABORTED (with what there i
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
@@ -152,8 +153,7 @@ class RolloutController:
             except RolloutError as error:
                 problem = str(error)
             else:
-                earlier.extend(result)
-                return self._fill(state, earlier, result.finish_reason)
+                return self._fill(state, result, result.finish_reason)
         if deadline.cancelled_caught:
             problem = (
                 f"no whole response within {self._config.request_timeout_s:g} s (rollout.request_timeout_s), "
@@ -278,36 +278,56 @@ class RolloutController:
     def _ended_before(self, state: RolloutState, earlier: GenerateResult) -> str | None:
         if not earlier.token_ids:
             return None
-        if earlier.token_ids[-1] in self._eos_token_ids.union(state.sample_params.stop_token_ids):
+        params = state.sample_params
+        if earlier.token_ids[-1] in self._eos_token_ids.union(params.stop_token_ids):
             return "stop"
-        return "length" if len(earlier.token_ids) >= state.sample_params.max_tokens else None
+        if self._holds_stop_text(earlier.token_ids, params.stops):
+            return "stop"
+        return "length" if len(earlier.token_ids) >= params.max_tokens else None
 
     async def _respond(
         self, state: RolloutState, earlier: GenerateResult, on_tokens: OnTokens | None
     ) -> GenerateResult:
-        """Return what comes after `earlier`, whatever happens to replicas meanwhile."""
+        """Return `earlier` and what comes after it, whatever happens to replicas meanwhile."""
         result = GenerateResult()
         num_lost = num_unusable = 0
         while True:
-            outcome = await self._ask(state, [*earlier.token_ids, *result.token_ids], on_tokens)
+            whole = _joined(earlier, result)
+            outcome = await self._ask(state, whole.token_ids, on_tokens)
             if isinstance(outcome, Lost):
                 num_lost += 1
                 result.extend(outcome.known)
+                whole.extend(outcome.known)
+                if (finish_reason := self._ended_before(state, whole)) is not None:
+                    whole.finish_reason = finish_reason
+                    return whole
                 if num_lost > self._config.max_resends:
                     raise RolloutError(f"its replica died {num_lost} times under it, the last time so: {outcome.error}")
                 self._num_resent += 1
-                if len(earlier.token_ids) + len(result.token_ids) >= state.sample_params.max_tokens:
-                    result.finish_reason = "length"
-                    return result
                 continue
             result.extend(outcome)
             if (problem := _problem_of(result)) is None:
-                return result
+                return self._cut_after_stop_text(_joined(whole, outcome), state) if whole.token_ids else outcome
             num_unusable += 1
             if num_unusable > self._config.max_retries:
                 raise RolloutError(f"the response cannot be used after {num_unusable} attempts: {problem}")
             logger.warning("sample %s: %s; it is asked for again", state.rollout_id, problem)
             result = GenerateResult()
+
+    def _cut_after_stop_text(self, result: GenerateResult, state: RolloutState) -> GenerateResult:
+        """End a response with the token that completes a stop text: an engine may see the last part of it alone."""
+        tokens, stops = result.token_ids, state.sample_params.stops
+        if self._holds_stop_text(tokens, stops):
+            end = bisect_left(range(len(tokens)), True, key=lambda end: self._holds_stop_text(tokens[:end], stops))
+            result.cut(end)
+            result.finish_reason = "stop"
+        return result
+
+    def _holds_stop_text(self, token_ids: list[int], stops: list[str]) -> bool:
+        if not stops:
+            return False
+        text = self._decode(token_ids, False)
+        return any(stop in text for stop in stops)
 
     async def _ask(self, state: RolloutState, known: list[int], on_tokens: OnTokens | None) -> GenerateResult | Lost:
         link = await self._turnstile.enter(state.session_id)
@@ -387,6 +407,13 @@ def response_seed(run_seed: int, state: RolloutState, num_prompt_tokens: int) ->
 
 def _less_tokens(params: SampleParams, num_known: int) -> SampleParams:
     return params.model_copy(update={"max_tokens": params.max_tokens - num_known}) if num_known else params
+
+
+def _joined(first: GenerateResult, second: GenerateResult) -> GenerateResult:
+    joined = GenerateResult()
+    joined.extend(first)
+    joined.extend(second)
+    return joined
 
 
 def _problem_of(result: GenerateResult) -> str | None:

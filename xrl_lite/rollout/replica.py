@@ -71,6 +71,11 @@ class GenerateResult:
         self.policy_versions += more.policy_versions
         self.finish_reason = more.finish_reason
 
+    def cut(self, number: int) -> None:
+        """Forget what came after the first `number` tokens."""
+        for values in (self.token_ids, self.logprobs, self.policy_versions):
+            del values[number:]
+
     def since(self, number: int) -> GenerateResult:
         """Return what came after the first `number` tokens."""
         return GenerateResult(

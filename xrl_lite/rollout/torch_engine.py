@@ -163,6 +163,11 @@ class TorchReplica(RolloutReplica):
         wrong = next((token for token in request.prompt_ids if not 0 <= token < vocabulary), None)
         if wrong is not None:
             raise RolloutError(f"The prompt holds token {wrong}, the model's vocabulary has {vocabulary} tokens.")
+        wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocabulary), None)
+        if wrong is not None:
+            raise RolloutError(f"stop_token_ids holds token {wrong}, the model's vocabulary has {vocabulary} tokens.")
+        if not -(2**63) <= request.seed < 2**63:
+            raise RolloutError(f"sampling_seed must be a number of 64 bits, -2**63 to 2**63 - 1, got {request.seed}.")
         return Sequence(
             request=request,
             max_tokens=min(params.max_tokens, room),
@@ -277,4 +282,4 @@ def _end_of_sequence_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     ids = {tokenizer.eos_token_id}
     configured = model.generation_config.eos_token_id
     ids.update(configured if isinstance(configured, list) else [configured])
-    return frozenset(token for token in ids if token is not None)
+    return frozenset(token for token in ids if token is not None and token < model.config.vocab_size)

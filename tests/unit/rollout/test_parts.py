@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from xrl_lite.rollout.config import truncation_warning
 from xrl_lite.rollout.fake import FakeReplica
 from xrl_lite.rollout.kv_cache import capacity_for
 from xrl_lite.rollout.openai_engine import OpenAIReplica
-from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplicaRegistry
+from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, Outcome, RolloutReplicaRegistry
 from xrl_lite.rollout.sampling import penalise, sample_tokens
+from xrl_lite.rollout.torch_engine import TorchReplica
 from xrl_lite.weight_sync import choose_transport, make_transport
 from xrl_lite.weight_sync.senders import in_buckets, places_of
 
@@ -191,6 +193,63 @@ async def test_a_busy_replica_tells_what_long_responses_have_so_far() -> None:
             assert "short" in collected.ended
             told += collected.progress["long"].token_ids if "long" in collected.progress else []
     assert told == [7, 8]
+
+
+# --- the embedded engine
+
+
+@pytest.fixture(scope="module")
+def torch_replica(tiny_model_folder: Path) -> TorchReplica:
+    return TorchReplica(config=RolloutConfig(num_threads=1), model_path=str(tiny_model_folder), replica=0)
+
+
+async def outcomes(replica: TorchReplica, *requests: GenerateRequest) -> dict[str, Outcome]:
+    ended: dict[str, Outcome] = {}
+    await replica.submit(list(requests))
+    with anyio.fail_after(20):
+        while len(ended) < len(requests):
+            ended |= (await replica.collect(1.0)).ended
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("bad", "problem"),
+    [
+        ({"seed": 2**63}, "sampling_seed must be a number of 64 bits"),
+        ({"min_tokens": 2, "stop_token_ids": [10**6]}, "stop_token_ids holds token 1000000"),
+    ],
+    ids=["seed", "stop token"],
+)
+async def test_a_request_that_cannot_be_computed_fails_alone(
+    torch_replica: TorchReplica, bad: dict[str, Any], problem: str
+) -> None:
+    good = [request_of(f"good{number}", [3, 20, 30 + number], seed=number) for number in range(3)]
+    ended = await outcomes(torch_replica, *good, request_of("bad", [3, 4], **bad))
+    refused = ended.pop("bad")
+    assert isinstance(refused, RolloutError)
+    assert problem in str(refused)
+    assert all(isinstance(outcome, GenerateResult) for outcome in ended.values())
+
+
+async def test_a_stop_text_is_seen_across_an_interruption(torch_replica: TorchReplica) -> None:
+    prompt = [3, 20, 30]
+    asked = [request_of(str(seed), prompt, seed=seed, max_tokens=20) for seed in range(16)]
+    ended = await outcomes(torch_replica, *asked)
+    seed, tokens, stop = next(
+        (seed, tokens, text)
+        for seed, tokens in ((int(name), outcome.token_ids) for name, outcome in ended.items())  # type: ignore[union-attr]
+        for start in range(1, len(tokens) - 3)
+        if len(text := torch_replica._tokenizer.decode(tokens[start : start + 3])) == 3 and text.isascii()
+    )
+    params: dict[str, Any] = {"seed": seed, "max_tokens": 20, "stops": [stop]}
+    cut = (await outcomes(torch_replica, request_of("cut", prompt, **params)))["cut"]
+    assert isinstance(cut, GenerateResult)
+    assert (cut.token_ids, cut.finish_reason) == (tokens[: len(cut.token_ids)], "stop")
+    for known in range(1, len(cut.token_ids)):
+        request = request_of("rest", [*prompt, *tokens[:known]], **params)
+        rest = (await outcomes(torch_replica, replace(request, num_sampled=known)))["rest"]
+        assert isinstance(rest, GenerateResult)
+        assert (tokens[:known] + rest.token_ids, rest.finish_reason) == (cut.token_ids, "stop")
 
 
 # --- the openai engine and its server
