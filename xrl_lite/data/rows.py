@@ -229,10 +229,22 @@ def _is_message(value: object) -> bool:
 def _dress(messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:
     if config.question_suffix:
         *before, last = messages
-        messages = [*before, {**last, "content": f"{last['content']}{config.question_suffix}"}]
+        messages = [*before, {**last, "content": _followed_by(config.question_suffix, last["content"])}]
     if config.system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
     return messages
+
+
+def _followed_by(suffix: str, content: object) -> str | list[Any]:
+    """Return the content of a message with a text behind it: behind its last text, where it has several parts."""
+    if not isinstance(content, list):
+        return f"{content or ''}{suffix}"
+    parts = cast("list[dict[str, Any] | str]", content)
+    texts = [(place, part) for place, part in enumerate(parts) if isinstance(part, dict) and "text" in part]
+    if not texts:
+        return [*parts, {"type": "text", "text": suffix}]
+    place, last = texts[-1]
+    return [*parts[:place], {**last, "text": f"{last['text']}{suffix}"}, *parts[place + 1 :]]
 
 
 def read_raw_rows(config: DataConfig) -> Iterator[Mapping[str, Any]]:

@@ -56,6 +56,24 @@ def test_columns_are_mapped() -> None:
     assert (row.prompt[0]["content"], row.ground_truth) == ("q", 5)
 
 
+@pytest.mark.parametrize(
+    ("content", "dressed"),
+    [
+        ([{"type": "text", "text": "2+2?"}], [{"type": "text", "text": "2+2? Now."}]),
+        (
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}, {"type": "image", "image": "x.png"}],
+            [{"type": "text", "text": "a"}, {"type": "text", "text": "b Now."}, {"type": "image", "image": "x.png"}],
+        ),
+        ([{"type": "image", "image": "x"}], [{"type": "image", "image": "x"}, {"type": "text", "text": " Now."}]),
+        ("2+2?", "2+2? Now."),
+    ],
+)
+def test_a_suffix_stands_behind_the_last_text_of_a_message(content: Any, dressed: Any) -> None:
+    raw = {"prompt": [{"role": "user", "content": content}], "answer": "4"}
+    row = parse_row(raw, 0, DataConfig(path=Path("rows.jsonl"), question_suffix=" Now."))
+    assert row.prompt == [{"role": "user", "content": dressed}]
+
+
 def test_system_prompt_and_suffix_are_added() -> None:
     config = DataConfig(path=Path("rows.jsonl"), system_prompt="Be brief.", question_suffix=" Now.")
     row = parse_row({"prompt": "q", "answer": "a"}, 0, config)
