@@ -25,6 +25,7 @@ from typing import Any
 from xrl_lite.errors import CheckpointError, ConfigError, did_you_mean
 from xrl_lite.log import get_logger
 from xrl_lite.registry import load_object
+from xrl_lite.trainer.run_folder import paths_by_step
 
 logger = get_logger(__name__)
 
@@ -125,13 +126,12 @@ class CheckpointStore:
 
     def oldest_step(self) -> int:
         """Return the step of the oldest complete checkpoint; 0 if there is none."""
-        found = complete_checkpoints(self._folder)
-        return int(found[0].name.removeprefix("step_")) if found else 0
+        return next((step for step, path in paths_by_step(self._folder).items() if is_complete(path)), 0)
 
     def forget_after(self, step: int) -> None:
         """Drop the checkpoints of later steps: they belong to what is about to be run again."""
-        for path in self._folder.glob("step_*"):
-            if int(path.name.removeprefix("step_")) > step:
+        for saved, path in paths_by_step(self._folder).items():
+            if saved > step:
                 shutil.rmtree(path)
 
     def _sweep(self) -> None:
@@ -140,8 +140,11 @@ class CheckpointStore:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in a folder, oldest first; torn ones are named in a warning."""
-    found = sorted(folder.glob("step_*"))
+    """Return the complete checkpoints in a folder, oldest first; torn ones are named in a warning.
+
+    Copies under names of their own ("step_000050_backup") are left alone.
+    """
+    found = list(paths_by_step(folder).values())
     for path in found:
         if not is_complete(path):
             logger.warning("checkpoint %s is torn and will not be used: %s", path, _what_is_wrong(path))
@@ -161,8 +164,8 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
         folder: Checkpoints of this run.
 
     Raises:
-        CheckpointError: the named one is missing or torn, or auto finds only torn ones: starting over silently would
-            throw the run away.
+        CheckpointError: the named one is missing or torn, or auto finds only torn ones and copies: starting over
+            silently would throw the run away.
     """
     if resume == "never":
         return None
@@ -176,12 +179,13 @@ def find_checkpoint(resume: str, folder: Path) -> Path | None:
     complete = complete_checkpoints(folder)
     if complete:
         return complete[-1]
-    torn = sorted(folder.glob("step_*"))
-    if torn:
+    unusable = sorted(folder.glob("step_*"))
+    if unusable:
+        why = {path.name: _what_is_wrong(path) or "it is not named after its step alone" for path in unusable}
         raise CheckpointError(
-            f"No checkpoint in {folder} is complete, so resume=auto has nothing to go on from. Torn: "
-            + "; ".join(f"{path.name}: {_what_is_wrong(path)}" for path in torn)
-            + ". Remove them to start over, or use another name."
+            f"No checkpoint in {folder} is complete, so resume=auto has nothing to go on from. "
+            + "; ".join(f"{name}: {problem}" for name, problem in why.items())
+            + ". Name one with checkpoint.resume=FOLDER, remove them to start over, or use another name."
         )
     return None
 

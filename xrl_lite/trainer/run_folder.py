@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -122,7 +123,14 @@ class RunFolder:
 
 def rollout_files(folder: Path) -> dict[int, Path]:
     """Return the files of trained attempts in the folder of a run, by step, in order."""
-    return {int(file.stem.removeprefix("step_")): file for file in sorted(folder.glob("rollouts/step_*.jsonl"))}
+    return paths_by_step(folder / "rollouts", suffix=".jsonl")
+
+
+def paths_by_step(folder: Path, *, suffix: str = "") -> dict[int, Path]:
+    """Return what is named ``step_<number><suffix>`` and nothing else, by step, in order."""
+    name = re.compile(rf"step_(\d+){re.escape(suffix)}")
+    found = {int(match[1]): path for path in folder.glob("step_*") if (match := name.fullmatch(path.name))}
+    return dict(sorted(found.items()))
 
 
 def _append(file: Path, records: Sequence[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +111,20 @@ async def test_auto_refuses_to_start_over_when_all_are_torn(tmp_path: Path) -> N
     (torn / MARKER).unlink()
     with pytest.raises(CheckpointError, match=r"No checkpoint in .* is complete"):
         find_checkpoint("auto", torn.parent)
+
+
+async def test_a_copy_under_a_name_of_its_own_is_left_alone(tmp_path: Path) -> None:
+    path = await save(tmp_path, 50, keep=1)
+    copy = path.with_name("step_000050_backup")
+    shutil.copytree(path, copy)
+    assert find_checkpoint("auto", path.parent) == path
+    assert make_store(tmp_path).oldest_step() == 50
+    await save(tmp_path, 60, keep=1)
+    make_store(tmp_path).forget_after(0)
+    assert [left.name for left in path.parent.iterdir()] == [copy.name]
+    assert find_checkpoint(str(copy), path.parent) == copy
+    with pytest.raises(CheckpointError, match="step_000050_backup: it is not named after its step alone"):
+        find_checkpoint("auto", path.parent)
 
 
 async def test_a_torn_one_is_written_anew(tmp_path: Path) -> None:

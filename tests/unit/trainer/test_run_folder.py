@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from xrl_lite.errors import RunError
-from xrl_lite.trainer.run_folder import RunFolder, read_lines
+from xrl_lite.trainer.run_folder import RunFolder, read_lines, rollout_files
 
 
 def test_a_folder_in_use_is_refused_and_free_after_closing(tmp_path: Path) -> None:
@@ -46,6 +47,18 @@ def test_what_comes_after_a_checkpoint_is_forgotten(tmp_path: Path) -> None:
         "step_000002.jsonl",
     ]
     folder.close()
+
+
+def test_a_copy_of_a_file_of_attempts_is_left_alone(tmp_path: Path) -> None:
+    with closing(RunFolder(tmp_path / "run")) as folder:
+        for step in (1, 2):
+            folder.write_rollouts(step, [{"step": step}])
+        copy = folder.path / "rollouts" / "step_000002_old.jsonl"
+        copy.write_text("{}\n")
+        assert list(rollout_files(folder.path)) == [1, 2]
+        folder.forget_after(1)
+        assert list(rollout_files(folder.path)) == [1]
+        assert copy.exists()
 
 
 def test_lines_are_read_whatever_their_texts_hold(tmp_path: Path) -> None:
