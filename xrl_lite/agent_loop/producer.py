@@ -263,6 +263,7 @@ class Producer:
             num_wanted: Groups that this step still waits for; 0 while an earlier step is trained.
         """
         self._next_step, self._policy_version, self._num_wanted = next_step, policy_version, num_wanted
+        self.replay_buffer.at_step(next_step)
         self.replay_buffer.wake()
 
     async def refresh_staleness(self, train_step: int) -> dict[str, int]:

@@ -97,6 +97,7 @@ def _in_a_thread(sample: Callable[..., tuple[list[PromptGroup], Metrics]]) -> An
     async def run(
         self: BlockingReplayBuffer, global_steps: int, partition_id: str, batch_size: int
     ) -> tuple[list[PromptGroup], Metrics]:
+        self.at_step(global_steps)
         call = partial(sample, self, global_steps, partition_id, batch_size)
         return await anyio.to_thread.run_sync(call)
 

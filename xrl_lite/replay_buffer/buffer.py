@@ -124,6 +124,7 @@ class ReplayBuffer:
         self.filtered_rewards: Counter[float] = Counter()
         self.table = GroupTable()
         self._num_admitted = 0
+        self._step = 0
         self._changed = anyio.Event()
         self._deadlines: list[tuple[float, str, int]] = []
         self._held: dict[str, set[str]] = {}
@@ -363,17 +364,22 @@ class ReplayBuffer:
                 group.states, group.is_spilled = states, False
                 self._count_memory(group, 1)
 
+    def at_step(self, global_steps: int) -> None:
+        """Say which step is being sampled for: going back to a checkpoint before it undoes what leaves from now on."""
+        self._step = global_steps
+
     def evict_stale(self, group: PromptGroup, global_steps: int) -> None:
         """Let a group leave that is too old for a step; it is counted as such."""
+        self.at_step(global_steps)
         self._tally.evicted(group, (Reason.STALE,), global_steps)
         self.discard([group], Reason.STALE.value)
 
     def discard(self, groups: Sequence[PromptGroup], reason: str) -> None:
-        """Let groups leave untrained, whoever works on them."""
+        """Let groups leave untrained, whoever works on them, in the step that is being sampled for."""
         for group in groups:
             self._forget(group)
         if groups:
-            self.store.drop(groups, reason)
+            self.store.drop(groups, reason, self._step)
             self.events.record("dropped", groups=[group.uid for group in groups], reason=reason)
             self._notify()
 
@@ -398,6 +404,7 @@ class ReplayBuffer:
 
         Cancelling leaves the groups where they were.
         """
+        self.at_step(global_steps)
         draw = Draw(global_steps, partition_id, batch_size)
         report_at = self._clock() + self.settings.report_wait_s
         while True:
@@ -418,6 +425,7 @@ class ReplayBuffer:
 
         They are counted in the metrics of the next `sample`.
         """
+        self.at_step(global_steps)
         evicted: dict[str, frozenset[Reason]] = {}
         groups: list[PromptGroup] = []
         for group, reasons in self._unusable(global_steps, partition_id):
@@ -588,6 +596,7 @@ class ReplayBuffer:
         ]
         self.events.record("restored", step=step, groups=found, notes=stored.notes)
         self._num_admitted = stored.next_ordinal
+        self.at_step(step + 1)
         self._notify()
         return stored.notes
 

@@ -207,8 +207,8 @@ class SQLiteStore:
     def take(self, groups: Sequence[PromptGroup], step: int) -> None:
         self._end(groups, _TRAINED, "", step)
 
-    def drop(self, groups: Sequence[PromptGroup], reason: str) -> None:
-        self._end(groups, _DROPPED, reason, max((group.global_steps for group in groups), default=0))
+    def drop(self, groups: Sequence[PromptGroup], reason: str, step: int) -> None:
+        self._end(groups, _DROPPED, reason, step)
 
     def forget(self, step: int) -> None:
         def delete(connection: sqlite3.Connection) -> None:

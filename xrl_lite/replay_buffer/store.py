@@ -49,8 +49,8 @@ class GroupStore(Protocol):
         """Note that a step trains on groups."""
         ...
 
-    def drop(self, groups: Sequence[PromptGroup], reason: str) -> None:
-        """Note that groups leave untrained."""
+    def drop(self, groups: Sequence[PromptGroup], reason: str, step: int) -> None:
+        """Note that groups leave untrained while a step is sampled for."""
         ...
 
     def forget(self, step: int) -> None:
@@ -104,7 +104,7 @@ class MemoryStore:
 
     def take(self, groups: Sequence[PromptGroup], step: int) -> None: ...
 
-    def drop(self, groups: Sequence[PromptGroup], reason: str) -> None: ...
+    def drop(self, groups: Sequence[PromptGroup], reason: str, step: int) -> None: ...
 
     def forget(self, step: int) -> None: ...
 

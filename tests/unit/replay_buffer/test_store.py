@@ -218,6 +218,39 @@ async def test_going_back_without_keeping_deletes_what_will_be_drawn_again(tmp_p
     await again.close()
 
 
+@pytest.mark.parametrize("how", ["unusable", "discarded"])
+async def test_what_was_dropped_after_the_checkpoint_can_be_drawn_again(how: str, tmp_path: Path) -> None:
+    buffer = open_buffer(tmp_path)
+    await add(buffer, 0, finish=False, step=5)
+    await buffer.fail(buffer.start("g0"), "scripted")
+    if how == "unusable":
+        buffer.evict_unusable(6, "train")
+    else:
+        buffer.at_step(6)
+        buffer.discard(list(buffer.table), "tests")
+    await buffer.flush()
+    assert query(tmp_path, "SELECT status, step FROM groups") == [("dropped", 6)]
+    await buffer.close()
+
+    again = open_buffer(tmp_path)
+    await again.restore(5, keep_newer=False)
+    await add(again, 0, step=6)
+    assert query(tmp_path, "SELECT status FROM groups") == [("finished",)]
+    await again.close()
+
+
+async def test_what_was_dropped_before_the_checkpoint_stays_dropped(tmp_path: Path) -> None:
+    buffer = open_buffer(tmp_path)
+    await add(buffer, 0, step=6)
+    buffer.at_step(5)
+    buffer.discard(list(buffer.table), "tests")
+    await buffer.close()
+    again = open_buffer(tmp_path)
+    await again.restore(5, keep_newer=False)
+    assert query(tmp_path, "SELECT status, step FROM groups") == [("dropped", 5)]
+    await again.close()
+
+
 async def test_eight_ids_two_trained_two_buffered_continue_with_the_buffered_ones(tmp_path: Path) -> None:
     """Train batch 2, generation batch 4: after the first step 2 and 3 are buffered, and come next."""
     buffer = open_buffer(tmp_path)
