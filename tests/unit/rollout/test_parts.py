@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from xrl_lite.rollout.openai_engine import OpenAIReplica
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, Outcome, RolloutReplicaRegistry
 from xrl_lite.rollout.sampling import penalise, sample_tokens
 from xrl_lite.rollout.torch_engine import TorchReplica
+from xrl_lite.rollout.vllm_engine import _arguments
 from xrl_lite.weight_sync import choose_transport, make_transport
 from xrl_lite.weight_sync.senders import in_buckets, places_of
 
@@ -157,6 +158,24 @@ def test_an_engine_gets_the_accelerators_that_its_parallelism_needs(
     options = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2} if engine == "vllm" else {}
     config = RolloutConfig(engine=engine, num_accelerators=given, engine_options=options)
     assert config.accelerators_of(available) == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cpu", "sleeps", "share"),
+    [
+        ({"sleep_level": 1, "device_memory_share": 0.5}, False, True, 0.5),
+        ({"sleep_level": 1, "device_memory_share": 0.5}, True, None, None),
+        ({"sleep_level": 0}, False, None, None),
+        ({"device_memory_share": 0.5, "engine_options": {"gpu_memory_utilization": 0.3}}, False, None, 0.3),
+    ],
+)
+def test_vllm_leaves_room_and_can_sleep_where_it_shares_a_gpu(
+    settings: dict[str, Any], on_cpu: bool, sleeps: bool | None, share: float | None
+) -> None:
+    known = make_dataclass("known", ["gpu_memory_utilization"])
+    arguments = _arguments(RolloutConfig(engine="vllm", **settings), "model", known=known, on_cpu=on_cpu)
+    assert arguments.get("enable_sleep_mode") == sleeps
+    assert arguments.get("gpu_memory_utilization") == share
 
 
 def test_k9_truncated_sampling_is_warned_about() -> None:
