@@ -343,7 +343,7 @@ class Simulation:
     slots: int
     """Attempts that are generated at the same time."""
     interval: int = 1
-    stragglers: str = "wait"
+    stragglers: str | None = None
 
 
 class Coin:
