@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,19 +11,26 @@ from typing import Any
 import anyio
 import pytest
 
-from tests.build import without_times
+from tests.build import make_state, without_times
 from tests.fake_run import Engine, Judger, fit, make_trainer
 from xrl_lite.actors import ActorSystem, Fault, FaultPlan, VirtualClock
 from xrl_lite.agent_loop import ProduceLimits, TaskSpecConfig
 from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import ConfigError, RunError
-from xrl_lite.replay_buffer import ReplayBufferConfig
+from xrl_lite.replay_buffer import (
+    GroupStatus,
+    PromptGroup,
+    ReplayBuffer,
+    ReplayBufferConfig,
+    SQLiteStore,
+    build_replay_buffer,
+)
 from xrl_lite.replay_buffer.events import Event, EventLog, read_events
 from xrl_lite.trainer import CheckpointConfig, EvaluationConfig, ReportConfig, TrainerConfig
 from xrl_lite.trainer.base import TrainerSettings
 from xrl_lite.trainer.modes import trainer_class
-from xrl_lite.trainer.replay import ReplaySettings, replay
+from xrl_lite.trainer.replay import RecordedGroups, RecordedStore, ReplaySettings, Script, replay
 from xrl_lite.trainer.report import QuietReporter
 from xrl_lite.trainer.run_folder import RunFolder
 
@@ -168,6 +176,30 @@ def test_greedy_answers_are_repeated_with_the_rewards_they_had(mode: str, tmp_pa
     assert [[record.get(name) for name in names] for record in again] == [
         [record.get(name) for name in names] for record in metrics
     ]
+
+
+async def test_what_was_given_back_and_what_could_not_be_kept_are_so_again(tmp_path: Path) -> None:
+    async def begin(buffer: ReplayBuffer) -> list[PromptGroup]:
+        states = [make_state(response_model_steps=[3, 3])]
+        return [await buffer.admit(uid, global_steps=4, states=states) for uid in ("given back", "lost")]
+
+    events = tmp_path / "events.jsonl"
+    store = SQLiteStore(tmp_path / "buffer.sqlite")
+    recorded = build_replay_buffer(ReplayBufferConfig(), store=store, events=EventLog(events))
+    first, second = [recorded.start(group.uid, global_steps=4) for group in await begin(recorded)]
+    recorded.put_back(first)
+    await recorded.finish(second, [make_state(extra_fields={"lock": threading.Lock()})])
+    await recorded.close()
+
+    script = Script(list(read_events(events)))
+    again = build_replay_buffer(ReplayBufferConfig(), store=RecordedStore(script, None, []), events=script)
+    manager = RecordedGroups(script, again)
+    async with manager.running():
+        given_back, lost = await begin(again)
+        manager.generate_sequences([given_back, lost])
+        await script.end()
+    assert (given_back.status, given_back.min_version) == (GroupStatus.ABORTED, 3)
+    assert (lost.status, lost.reason) == (GroupStatus.FAILURE, recorded.reason("lost"))
 
 
 def test_a_torn_record_is_repeated_up_to_its_end(tmp_path: Path, replayed: Any) -> None:

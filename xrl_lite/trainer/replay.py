@@ -565,12 +565,11 @@ def states_of(attempts: Sequence[dict[str, Any]], drawn: Sequence[RolloutState])
     for place, attempt in enumerate(attempts):
         state = drawn[min(place, len(drawn) - 1)].model_copy()
         tokens, versions = attempt["tokens"], attempt["versions"]
-        oldest, newest = versions or (0, 0)
         state.status = Status(attempt["status"])
         state.reward = attempt["reward"] or None
         state.response, state.response_ids = "", [0] * tokens
         state.logprobs, state.response_mask = [0.0] * tokens, [1] * tokens
-        state.response_model_steps = [oldest, *[newest] * (tokens - 1)] if tokens else []
+        state.response_model_steps = [versions[0], *[versions[1]] * (tokens - 1)] if versions else []
         state.finish_reason = "abort" if state.status is Status.ABORTED else "stop"
         states.append(state)
     return states
