@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterable, Iterator, Sequence
@@ -18,12 +17,16 @@ from xrl_lite.agent_loop.failure import describe_error, failed, is_being_cancell
 from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status
 from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
+from xrl_lite.log import get_logger
 from xrl_lite.registry import Registry
 from xrl_lite.settings import Settings
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
     from xrl_lite.data.tokenizer import Tokenizer
+
+
+logger = get_logger(__name__)
 
 
 class RolloutCtl(Protocol):
@@ -230,6 +233,9 @@ class AgentLoop(ABC):
                 for index, state in enumerate(rollout_states):
                     state.sample_params = sample_params or self.sample_params
                     attempts.start_soon(partial(run, index, state))
+        if num_late := ended.count(None):
+            group = rollout_states[0].group_id
+            logger.warning("group %s: %d of %d attempts had not ended in time", group, num_late, len(ended))
         whole = [
             [late(state, timeout_s)] if made is None else made
             for state, made in zip(rollout_states, ended, strict=True)
@@ -247,8 +253,8 @@ class AgentLoop(ABC):
             return made if isinstance(made, list) else [made]
         except RolloutError as error:
             return [failed(state, str(error))]
-        except (asyncio.CancelledError, SystemExit) as error:  # of the agent, which may do what it likes
-            if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
+        except (anyio.get_cancelled_exc_class(), SystemExit) as error:  # of the agent, which may do what it likes
+            if not isinstance(error, SystemExit) and is_being_cancelled():
                 raise
             return [failed(state, f"raised {describe_error(error)}")]
 

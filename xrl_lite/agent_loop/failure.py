@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import sysconfig
 import traceback
@@ -45,6 +44,8 @@ def is_being_cancelled() -> bool:
 
     Where it is not, a CancelledError in it comes from awaiting another task that was cancelled.
     """
+    import asyncio  # settings are read without it
+
     task = asyncio.current_task()
     return anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling() > 0)
 
