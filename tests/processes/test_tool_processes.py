@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
+import socket
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -58,6 +61,7 @@ tools:
 """
 
 SERVER = """
+import json, os, sys
 from mcp.server.mcpserver import MCPServer
 
 server = MCPServer("test")
@@ -72,7 +76,12 @@ def fail(x: int) -> int:
     '''Fail.'''
     raise ValueError(f"no {x}")
 
-server.run()
+@server.tool()
+def end(x: int) -> int:
+    '''End this process.'''
+    os._exit(x)
+
+server.run(*sys.argv[1:2], **json.loads(sys.argv[2] if sys.argv[2:] else "{}"))
 """
 
 
@@ -131,6 +140,53 @@ async def test_tools_of_a_server_are_called_like_others(system: ActorSystem, tmp
     assert (added.response.text, added.failure) == ("7", None)
     assert failed.failure == "raised"
     assert str(failed.response.text).startswith("Error: fail failed: ToolError: Error executing tool fail")
+
+
+async def test_a_server_that_died_is_started_anew_by_the_next_call(system: ActorSystem, tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    script = write(tmp_path, "server.py", SERVER)
+    server = McpServerConfig(name="test", command=sys.executable, args=[str(script)])
+    toolbox = Toolbox(await load_tools(ToolsConfig(mcp_servers=[server]), system=system), call_timeout_s=20.0)
+    ended = await ask(toolbox, "end", '{"x": 3}')
+    assert ended.failure == "raised"
+    assert "the connection to MCP server 'test' ended" in str(ended.response.text)
+    for _ in range(2):
+        assert (await ask(toolbox, "add", '{"x": 3, "y": 4}')).response.text == "7"
+
+
+@pytest.mark.slow
+async def test_a_service_that_was_started_again_is_gone_on_with(system: ActorSystem, tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    script = write(tmp_path, "server.py", SERVER)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    async def start() -> asyncio.subprocess.Process:
+        options = json.dumps({"host": "127.0.0.1", "port": port})
+        service = await asyncio.create_subprocess_exec(
+            sys.executable, str(script), "streamable-http", options, stderr=asyncio.subprocess.PIPE
+        )
+        assert service.stderr is not None
+        async with asyncio.timeout(30):
+            while b"running on" not in (await service.stderr.readline()):
+                assert service.returncode is None
+        return service
+
+    async def stop(service: asyncio.subprocess.Process) -> None:
+        service.kill()
+        await service.communicate()
+
+    first = await start()
+    server = McpServerConfig(name="test", url=f"http://127.0.0.1:{port}/mcp")
+    toolbox = Toolbox(await load_tools(ToolsConfig(mcp_servers=[server]), system=system), call_timeout_s=20.0)
+    assert (await ask(toolbox, "add", '{"x": 3, "y": 4}')).response.text == "7"
+    await stop(first)
+    assert (await ask(toolbox, "add", '{"x": 3, "y": 4}')).failure is not None
+    second = await start()
+    results = [await ask(toolbox, "add", '{"x": 3, "y": 4}') for _ in range(2)]
+    await stop(second)
+    assert results[-1].response.text == "7", results
 
 
 @pytest.mark.slow

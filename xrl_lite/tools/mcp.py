@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import uuid
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from xrl_lite import actors
 from xrl_lite.actors import ActorHandle, RestartPolicy
@@ -22,8 +22,16 @@ from xrl_lite.tools.config import McpServerConfig
 from xrl_lite.tools.response import ToolResponse
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from mcp import MCPError
+
     from xrl_lite.actors import ActorSystem
 
+T = TypeVar("T")
+
+_SESSION_IS_GONE = "Session terminated"
+"""What the client says when a server does not know the session; the code alone stands for other troubles too."""
 _RESTART = RestartPolicy(max_restarts=10, window_s=60.0)
 
 
@@ -67,13 +75,34 @@ class McpHost:
 
     def __init__(self, config: McpServerConfig) -> None:
         self._config = config
-        self._client: Any = None
-        self._session: asyncio.Task[None] | None = None
-        self._connected: asyncio.Future[Any] | None = None
+        self._connection: _Connection | None = None
 
     async def list_tools(self) -> list[dict[str, Any]]:
-        """Return name, description and schema of every tool."""
-        client = await self._connect()
+        """Return name, description and schema of every tool.
+
+        Raises:
+            ToolError: the connection ended meanwhile; the next call makes a new one.
+        """
+        return await self._ask(self._list)
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResponse:
+        """Carry out a call.
+
+        Raises:
+            ToolError: the tool reports an error; the message is its text. Or as in `list_tools`.
+        """
+
+        async def call(client: Any) -> Any:
+            return await client.call_tool(name, arguments)
+
+        result = await self._ask(call)
+        texts = [part.text for part in result.content if part.type == "text"]
+        images = [part.data for part in result.content if part.type == "image"]
+        if result.is_error:
+            raise ToolError("\n".join(texts) or "the tool reports an error without saying which")
+        return ToolResponse(text="\n".join(texts), image=images or None)
+
+    async def _list(self, client: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         cursor: str | None = None
         while True:
@@ -86,42 +115,61 @@ class McpHost:
             if not cursor:
                 return found
 
-    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolResponse:
-        """Carry out a call.
+    async def _ask(self, request: Callable[[Any], Awaitable[T]]) -> T:
+        """Make a request, connecting first where nobody did; a connection that ended is made anew by the next."""
+        from mcp import MCPError
 
-        Raises:
-            ToolError: the tool reports an error; the message is its text.
-        """
-        client = await self._connect()
-        result = await client.call_tool(name, arguments)
-        texts = [part.text for part in result.content if part.type == "text"]
-        images = [part.data for part in result.content if part.type == "image"]
-        if result.is_error:
-            raise ToolError("\n".join(texts) or "the tool reports an error without saying which")
-        return ToolResponse(text="\n".join(texts), image=images or None)
+        if self._connection is None or self._connection.is_over:
+            self._connection = _Connection(self._config)
+        connection = self._connection
+        client = await connection.client()
+        try:
+            return await request(client)
+        except MCPError as error:
+            if not _says_it_is_over(error):
+                raise
+            connection.close()
+            raise ToolError(f"the connection to MCP server {self._config.name!r} ended: {error.message}") from error
 
-    async def _connect(self) -> Any:
-        """Return the client, connecting first where nobody did; a connection that ended is made anew."""
-        if self._connected is None or (self._session is not None and self._session.done()):
-            self._connected = asyncio.get_running_loop().create_future()
-            # held here: the contexts of a connection must be left by the task that entered them
-            self._session = asyncio.create_task(self._hold(self._connected), name=f"mcp-{self._config.name}")
-        return await asyncio.shield(self._connected)
 
-    async def _hold(self, connected: asyncio.Future[Any]) -> None:
+class _Connection:
+    """A connection, held by a task: its contexts must be left by the task that entered them.
+
+    Args:
+        config: The server.
+    """
+
+    def __init__(self, config: McpServerConfig) -> None:
+        self._client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._closing = asyncio.Event()
+        self._holding = asyncio.create_task(self._hold(config), name=f"mcp-{config.name}")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it serves no more requests."""
+        return self._closing.is_set() or self._holding.done()
+
+    async def client(self) -> Any:
+        """Return the client, once it is connected."""
+        return await asyncio.shield(self._client)
+
+    def close(self) -> None:
+        """Let it end."""
+        self._closing.set()
+
+    async def _hold(self, config: McpServerConfig) -> None:
         from mcp import Client, StdioServerParameters
 
-        config = self._config
         target = config.url or StdioServerParameters(
             command=config.command or "", args=config.args, env=config.env or None, cwd=config.cwd
         )
         try:
             async with Client(target) as client:
-                connected.set_result(client)
-                await asyncio.Event().wait()  # until the actor ends
+                self._client.set_result(client)
+                await self._closing.wait()  # or until the actor ends
         except Exception as error:  # noqa: BLE001 - raised again by whoever waits for the connection
-            if not connected.done():
-                connected.set_exception(_innermost(error))
+            if not self._client.done():
+                self._client.set_exception(_innermost(error))
 
 
 class McpTool(BaseTool):
@@ -158,6 +206,13 @@ def _tools(config: McpServerConfig, host: ActorHandle, listed: list[dict[str, An
                 f"It has: {', '.join(names) or 'none'}."
             )
     return [McpTool(host, schema) for schema in listed if config.tools is None or schema["name"] in config.tools]
+
+
+def _says_it_is_over(error: MCPError) -> bool:
+    """Return whether a pipe is closed, or a server that was started again does not know the session."""
+    from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
+
+    return error.code == CONNECTION_CLOSED or (error.code == INVALID_REQUEST and error.message == _SESSION_IS_GONE)
 
 
 def _innermost(error: BaseException) -> BaseException:
