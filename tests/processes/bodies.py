@@ -78,6 +78,12 @@ class Victim:
         time.sleep(60)
         return len(self.hog)
 
+    def use_memory_below(self, size: int) -> None:
+        """Let a grandchild use memory."""
+        hog = f"hog = bytearray(b'x') * {size}; import time; time.sleep(60)"
+        below = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {hog!r}])"
+        subprocess.run([sys.executable, "-c", below], check=True)
+
     def signal_limit(self) -> str:
         """What user code does to limit its own time: works only in the main thread."""
 

@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -213,12 +215,44 @@ async def test_only_the_last_lines_are_quoted(victim: ActorHandle) -> None:
     assert "line 30" not in str(caught.value)
 
 
+OVER_MEMORY = r"MB of memory, with what it started, and its limit \(memory_bytes\) is 200 MB"
+
+
 async def test_a_child_over_its_memory_ceiling_is_ended_and_the_error_says_so(system: ActorSystem) -> None:
     handle = system.spawn(bodies.Victim, memory_bytes=200 << 20, restart=FORGIVING)
-    with pytest.raises(ActorDiedError, match=r"MB of memory, and its limit \(memory_bytes\) is 200 MB"):
+    with pytest.raises(ActorDiedError, match=OVER_MEMORY):
         await handle.use_memory.remote(400 << 20)
     assert await handle.ping.remote() == "pong"
     await handle.stop()
+
+
+async def test_what_a_child_starts_counts_for_its_memory_ceiling(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Victim, memory_bytes=200 << 20, restart=FORGIVING)
+    with pytest.raises(ActorDiedError, match=OVER_MEMORY):
+        await handle.use_memory_below.remote(400 << 20)
+    assert await handle.ping.remote() == "pong"
+    await handle.stop()
+
+
+FORKING = """
+import os
+from xrl_lite.actors.machine import tree_bytes
+
+hog = bytearray(b"x") * (100 << 20)
+reads, writes = os.pipe()
+if os.fork() == 0:
+    os.close(writes)
+    os.read(reads, 1)  # until the parent has ended
+    os._exit(0)
+print(*(tree_bytes(os.getpid(), exact_above=above) >> 20 for above in (0, 1 << 40)))
+"""
+
+
+def test_memory_that_forks_share_counts_once_where_it_matters() -> None:
+    ended = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, check=True, timeout=30)
+    exact, rough = map(int, ended.stdout.split())
+    assert 100 <= exact < 150
+    assert rough >= 200
 
 
 async def test_signal_based_limits_of_user_code_work(victim: ActorHandle) -> None:

@@ -7,6 +7,7 @@ import os
 import resource
 import string
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -124,8 +125,39 @@ def allow_many_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def private_bytes(pid: int) -> int:
-    """Return the memory that a process holds for itself alone; 0 if it is gone. Shared segments do not count."""
+def tree_bytes(pid: int, *, exact_above: int) -> int:
+    """Return the memory that a process and its descendants hold for themselves; 0 if it is gone.
+
+    Shared segments do not count. What a fork has not written to since is its parent's memory as well; a sum above
+    `exact_above` counts it once, a smaller one for each, which is quicker to know.
+    """
+    pids = [pid]
+    for parent in pids:  # grows on the way
+        pids += _children_of(parent)
+    rough = sum(map(_private_bytes, pids))
+    return rough if rough <= exact_above or len(pids) == 1 else sum(map(_fair_share_bytes, pids))
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    with suppress(OSError):  # it ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", "rb", buffering=0) as file:
+                found += map(int, file.read().split())
+    return found
+
+
+def _fair_share_bytes(pid: int) -> int:
+    """Private memory, of which pages that several processes hold count in parts."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+    except OSError:  # gone, or another user's
+        return _private_bytes(pid)
+    shares = [int(line.split()[1]) for line in lines if line.startswith(b"Pss_Anon:")]
+    return shares[0] * 1024 if shares else _private_bytes(pid)
+
+
+def _private_bytes(pid: int) -> int:
     try:
         fields = Path(f"/proc/{pid}/statm").read_bytes().split()
     except OSError:

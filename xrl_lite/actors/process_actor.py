@@ -44,7 +44,7 @@ from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.link import Link
 from xrl_lite.actors.logs import ActorLog
-from xrl_lite.actors.machine import private_bytes
+from xrl_lite.actors.machine import tree_bytes
 from xrl_lite.actors.restart import RestartBudget
 from xrl_lite.actors.slots import HEARTBEAT_S, MethodKind
 from xrl_lite.actors.wire import Frame, Kind
@@ -535,8 +535,9 @@ class ProcessActor:
             output.info("[%s] %s", self._spec.name, line)
 
     def _watch_memory(self, child: Child, limit: int) -> None:
-        if child.pid is not None and (used := private_bytes(child.pid)) > limit:
-            child.kill(f"it used {used >> 20} MB of memory, and its limit (memory_bytes) is {limit >> 20} MB")
+        if child.pid is not None and (used := tree_bytes(child.pid, exact_above=limit)) > limit:
+            what = f"it used {used >> 20} MB of memory, with what it started"
+            child.kill(f"{what}, and its limit (memory_bytes) is {limit >> 20} MB")
             return
         self._watchers["memory"] = self._hub.loop.call_later(_MEMORY_EVERY_S, self._watch_memory, child, limit)
 

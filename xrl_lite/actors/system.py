@@ -194,7 +194,8 @@ class ActorSystem:
             kwargs: Keyword arguments of the constructor.
             name: A name that no living actor of the system has, for example ``judger/0``.
             num_cpus: CPUs it holds; may be a fraction. By default 1, or all that its bundle was given.
-            memory_bytes: Memory it holds; a child that uses more is ended. By default what its bundle was given.
+            memory_bytes: Memory it holds; a child that uses more, with what it starts, is ended. By default what its
+                bundle was given.
             num_accelerators: Accelerators it holds. It sees these, by ``CUDA_VISIBLE_DEVICES``, and no other: an actor
                 that asks for none sees none.
             pin_cpus: Give it whole cores of its own, next to each other, and keep it on them.

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from xrl_lite.actors import CallFuture, Resources, RestartPolicy
 from xrl_lite.actors.ledger import Claim, Ledger
 from xrl_lite.actors.logs import ActorLog, safe_name
-from xrl_lite.actors.machine import private_bytes, usable_memory_bytes, usable_milli_cpus
+from xrl_lite.actors.machine import tree_bytes, usable_memory_bytes, usable_milli_cpus
 from xrl_lite.actors.payload import pack
 from xrl_lite.actors.restart import RestartBudget
 from xrl_lite.errors import ResourceError
@@ -101,8 +101,8 @@ def test_names_become_paths_that_stay_inside(name: str, path: str) -> None:
 def test_the_machine_is_what_this_process_may_use() -> None:
     assert 1 <= usable_milli_cpus() <= len(os.sched_getaffinity(0)) * 1000
     assert 1 << 20 < usable_memory_bytes() < 1 << 50
-    assert private_bytes(os.getpid()) > 1 << 20
-    assert private_bytes(1 << 30) == 0
+    assert tree_bytes(os.getpid(), exact_above=0) > 1 << 20
+    assert tree_bytes(1 << 30, exact_above=0) == 0
 
 
 def test_a_future_ends_once() -> None:
