@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,13 +152,29 @@ async def test_a_cancelled_sample_takes_its_program_along(tmp_path: Path, system
     os.mkfifo(told)
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(hosts.run, spec_of(f"echo $$ > {told}; exec sleep 600"))
-            pid = int(await anyio.to_thread.run_sync(told.read_text))
+            tasks.start_soon(hosts.run, spec_of(f"echo $$ $XRL_LITE_TASK_FILE > {told}; exec sleep 600"))
+            pid, task_file = (await anyio.to_thread.run_sync(told.read_text)).split()
+            assert Path(task_file).exists()
             tasks.cancel_scope.cancel()
-        await gone(pid)
+        await gone(int(pid))
         assert (await hosts.run(spec_of("exit 0"))).problem is None, "its place is taken by the next"
+        assert not Path(task_file).exists()
     finally:
         await hosts.aclose()
+
+
+async def test_nothing_is_left_of_the_last_cancelled_sample(tmp_path: Path, system: ActorSystem) -> None:
+    hosts = ProgramHosts("test", count=1, num_cpus=0.1, system=system)
+    told = tmp_path / "told"
+    os.mkfifo(told)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hosts.run, spec_of(f"echo $XRL_LITE_TASK_FILE > {told}; exec sleep 600"))
+        task_file = Path((await anyio.to_thread.run_sync(told.read_text)).strip())
+        tasks.cancel_scope.cancel()
+    await hosts.aclose()
+    top = Path(tempfile.gettempdir()) / task_file.relative_to(tempfile.gettempdir()).parts[0]
+    assert top.name.startswith("xrl-lite-agent-")
+    assert not top.exists()
 
 
 def is_alive(pid: int) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -75,9 +76,16 @@ class ProgramResult:
 class ProgramHost:
     """Runs programs inside an actor, one at a time."""
 
-    def run(self, spec: ProgramSpec) -> ProgramResult:
-        """Run a program, and end whatever it leaves running."""
-        with tempfile.TemporaryDirectory(prefix="xrl-lite-agent-") as folder:
+    def run(self, spec: ProgramSpec, place: str) -> ProgramResult:
+        """Run a program, and end whatever it leaves running.
+
+        Args:
+            spec: The program.
+            place: Folder for its files, of this host alone. What a host that was killed left there is removed.
+        """
+        shutil.rmtree(place, ignore_errors=True)
+        os.makedirs(place, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=place) as folder:
             task, reward, written = (Path(folder) / name for name in ("task.json", "reward.json", "output.log"))
             task.write_text(json.dumps(spec.task, default=str), encoding="utf-8")
             if spec.log_file is not None:
@@ -126,23 +134,29 @@ class ProgramHosts:
             preload=PRELOAD,
         )
         self._pool = pool
-        self._idle: deque[ActorHandle] = deque(pool.handles)
+        self._folder = Path(tempfile.mkdtemp(prefix="xrl-lite-agent-"))
+        self._idle: deque[tuple[ActorHandle, Path]] = deque(
+            (host, self._folder / str(number)) for number, host in enumerate(pool.handles)
+        )
         self._places = anyio.Semaphore(count)
 
     async def run(self, spec: ProgramSpec) -> ProgramResult:
         """Run a program and return what came of it; waits while all hosts are busy."""
         async with self._places:
-            host = self._idle.popleft()
+            host, place = self._idle.popleft()
             try:
-                return await host.run.options(timeout_s=spec.wall_time_s + _SLACK_S).remote(spec)
+                return await host.run.options(timeout_s=spec.wall_time_s + _SLACK_S).remote(spec, str(place))
             except (ActorDiedError, ActorTimeoutError) as error:
                 return ProgramResult(problem=f"took its process along: {error}")
             finally:
-                self._idle.append(host)
+                self._idle.append((host, place))
 
     async def aclose(self) -> None:
-        """End the hosts and everything below them."""
-        await self._pool.stop()
+        """End the hosts and everything below them, and remove their files."""
+        try:
+            await self._pool.stop()
+        finally:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _run(spec: ProgramSpec, *, env: dict[str, str], cwd: str, output: Path) -> str | None:
