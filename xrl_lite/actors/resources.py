@@ -37,7 +37,7 @@ class CPUResourcesConfig(_ResourcesConfig):
     """CPUs of each; may be a fraction."""
 
     cpu_memory_per_worker: Annotated[int, Field(gt=0)] = GIB
-    """Bytes of memory of each."""
+    """Bytes of memory of each, with what it starts: programs of a sandbox count."""
 
     pg_pack_strategy: str = "SPREAD"
     """Kept for configs that come from a cluster: on one machine all strategies are the same."""
