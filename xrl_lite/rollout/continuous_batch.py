@@ -119,7 +119,7 @@ class ContinuousBatch:
         self._position_bytes = _position_bytes(model.config, model.dtype.itemsize)
         self._num_threads = torch.get_num_threads()
         self._width: int = model.config.get_text_config().hidden_size
-        self._cache = KVCache()
+        self._cache = self._empty_cache()
         self._layout = Layout(prompts=[], decoding=[])
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -143,7 +143,7 @@ class ContinuousBatch:
         """Forget all keys and values: running sequences keep their tokens and are computed anew, first of all."""
         for sequence in self.running:
             sequence.pool = None
-        self._cache = KVCache()  # also rows of sequences that a failed step had admitted
+        self._cache = self._empty_cache()  # also rows of sequences that a failed step had admitted
         self.waiting.extendleft(reversed(self.running))
         self.running = []
 
@@ -178,6 +178,9 @@ class ContinuousBatch:
                 ended.append(sequence)
         self._leave(ended)
         return StepResult(sequences, aborted + ended)
+
+    def _empty_cache(self) -> KVCache:
+        return KVCache(limit=self._kv_cache_bytes // self._position_bytes)
 
     # --- who runs
 

@@ -56,14 +56,25 @@ class KVPool:
         """Bytes held, rows that are free included."""
         return sum(keys.nbytes + values.nbytes for keys, values in self._layers.values())
 
-    def add(self, sequences: list[Sequence]) -> slice:
-        """Give sequences rows and return these, which are neighbours."""
+    @property
+    def num_positions(self) -> int:
+        """Positions held, rows that are free included."""
+        return self._num_rows * self.capacity
+
+    def add(self, sequences: list[Sequence], *, room: int) -> slice:
+        """Give sequences rows and return these, which are neighbours.
+
+        Args:
+            sequences: They get a row each.
+            room: Positions that the pool may take beyond those it holds, to have some for sequences to come.
+        """
         first = len(self.sequences)
         self.sequences += sequences
         for row, sequence in enumerate(sequences, start=first):
             sequence.pool, sequence.row = self, row
         if len(self.sequences) > self._num_rows:
-            self._resize(max(2 * self._num_rows, len(self.sequences)))
+            spare = min(2 * self._num_rows, self._num_rows + room // self.capacity)
+            self._resize(max(spare, len(self.sequences)))
         return slice(first, len(self.sequences))
 
     def remove(self, sequences: list[Sequence]) -> None:
@@ -86,15 +97,17 @@ class KVPool:
                 self.sequences[gap].row = gap
         del self.sequences[left:]
 
-    def take_over(self, other: KVPool, sequences: list[Sequence]) -> None:
-        """Move sequences and their positions here from a smaller pool."""
-        source = torch.tensor([sequence.row for sequence in sequences])
-        moved = {layer: (keys[source], values[source]) for layer, (keys, values) in other._layers.items()}
-        other.remove(sequences)
-        rows = self.add(sequences)
-        for layer, (keys, values) in moved.items():
-            own_keys, own_values = self._store(layer, keys, values)
-            own_keys[rows, :, : other.capacity], own_values[rows, :, : other.capacity] = keys, values
+    def take_out(self, sequences: list[Sequence]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Take sequences out and return their keys and values, both (n, K, C, D), by layer."""
+        rows = torch.tensor([sequence.row for sequence in sequences])
+        taken = {layer: (keys[rows], values[rows]) for layer, (keys, values) in self._layers.items()}
+        self.remove(sequences)
+        return taken
+
+    def trim(self) -> None:
+        """Give the memory of free rows back."""
+        if len(self.sequences) < self._num_rows:
+            self._resize(len(self.sequences))
 
     def write_prompts(self, layer: int, rows: slice, keys: Tensor, values: Tensor) -> None:
         """Put keys and values, both (n, K, T, D), at the beginning of rows."""
@@ -131,9 +144,15 @@ class KVPool:
 
 
 class KVCache:
-    """All pools."""
+    """All pools.
 
-    def __init__(self) -> None:
+    Args:
+        limit: Positions that they hold together, unless rows in use alone need more. While rows are copied from one
+            place to another, both are there.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._pools: dict[int, KVPool] = {}
 
     @property
@@ -158,9 +177,8 @@ class KVCache:
         for number, sequence in enumerate(sequences):
             by_capacity.setdefault(capacity_for(sequence.reserved), []).append(number)
         return [
-            (pool, numbers, pool.add([sequences[number] for number in numbers]))
+            (self._pool(capacity), numbers, self._add([sequences[number] for number in numbers], capacity))
             for capacity, numbers in by_capacity.items()
-            for pool in [self._pool(capacity)]
         ]
 
     def remove(self, sequences: list[Sequence]) -> None:
@@ -174,10 +192,27 @@ class KVCache:
 
     def make_room(self) -> None:
         """Move every sequence whose next position would not fit into a larger pool."""
-        for pool in list(self.pools()):
+        for pool in reversed(list(self.pools())):  # the largest first: what moves out of it leaves room
             full = [sequence for sequence in pool.sequences if sequence.num_tokens > pool.capacity]
             if full:
-                self._pool(capacity_for(pool.capacity + 1)).take_over(pool, full)
+                capacity = capacity_for(pool.capacity + 1)
+                taken = pool.take_out(full)
+                rows = self._add(full, capacity)
+                for layer, (keys, values) in taken.items():
+                    self._pool(capacity).write_prompts(layer, rows, keys, values)
+
+    def _add(self, sequences: list[Sequence], capacity: int) -> slice:
+        pool = self._pool(capacity)
+        needed = (len(pool) + len(sequences)) * capacity - pool.num_positions
+        if self._num_positions + needed > self._limit:
+            for other in self._pools.values():
+                if other is not pool:
+                    other.trim()
+        return pool.add(sequences, room=self._limit - self._num_positions)
+
+    @property
+    def _num_positions(self) -> int:
+        return sum(pool.num_positions for pool in self._pools.values())
 
     def _pool(self, capacity: int) -> KVPool:
         if capacity not in self._pools:
@@ -334,6 +369,7 @@ def _visible(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
 
 
 def _with_rows(tensor: Tensor, num_rows: int) -> Tensor:
-    larger = tensor.new_zeros(num_rows, *tensor.shape[1:])
-    larger[: len(tensor)] = tensor
-    return larger
+    resized = tensor.new_zeros(num_rows, *tensor.shape[1:])
+    kept = tensor[:num_rows]
+    resized[: len(kept)] = kept
+    return resized

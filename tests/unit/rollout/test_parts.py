@@ -22,6 +22,7 @@ from xrl_lite.data import SampleParams
 from xrl_lite.errors import ConfigError, PluginError, RolloutError, UnknownNameError
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.config import truncation_warning
+from xrl_lite.rollout.continuous_batch import Sequence
 from xrl_lite.rollout.fake import FakeReplica
 from xrl_lite.rollout.kv_cache import capacity_for
 from xrl_lite.rollout.openai_engine import OpenAIReplica
@@ -269,6 +270,28 @@ async def test_a_stop_text_is_seen_across_an_interruption(torch_replica: TorchRe
         rest = (await outcomes(torch_replica, replace(request, num_sampled=known)))["rest"]
         assert isinstance(rest, GenerateResult)
         assert (tokens[:known] + rest.token_ids, rest.finish_reason) == (cut.token_ids, "stop")
+
+
+async def test_keys_and_values_of_a_mixed_load_stay_within_their_limit(tiny_model_folder: Path) -> None:
+    position_bytes = TorchReplica(
+        config=RolloutConfig(num_threads=1), model_path=str(tiny_model_folder), replica=0
+    )._batch._position_bytes
+    limit = 24 * 64 * position_bytes
+    config = RolloutConfig(num_threads=1, engine_options={"kv_cache_bytes": limit})
+    batch = TorchReplica(config=config, model_path=str(tiny_model_folder), replica=0)._batch
+    lengths = [(20, 50, 110, 150)[number * 7 % 4] for number in range(80)]
+    sequences = [
+        Sequence(request=request_of(str(number), [3] * 8, seed=number), max_tokens=length, stop_ids=frozenset())
+        for number, length in enumerate(lengths)
+    ]
+    for sequence in sequences:
+        batch.add(sequence)
+    held: list[int] = []
+    while batch.has_work:
+        batch.step()
+        held.append(batch._cache.size_bytes)
+    assert limit / 2 < max(held) <= limit
+    assert [len(sequence.token_ids) for sequence in sequences] == lengths
 
 
 # --- the openai engine and its server
