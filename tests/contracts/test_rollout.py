@@ -72,7 +72,10 @@ def make_sync(controller: RolloutController, weights: Any = None, **options: Any
         targets=controller.adapters,
         gate=controller,
         transport=make_transport(
-            options.pop("transport", "shared_memory"), folder=None, bucket_bytes=20, timeout_s=10.0
+            options.pop("transport", "shared_memory"),
+            folder=None,
+            bucket_bytes=20,
+            timeout_s=options.pop("timeout_s", 10.0),
         ),
         **options,
     )
@@ -580,6 +583,17 @@ async def test_a_replica_that_dies_or_hangs_in_a_sync_is_replaced_and_catches_up
             for state in states:
                 await controller.generate(state)
             assert [state.response_model_steps for state in states] == [[2]] * 3
+
+
+async def test_the_others_get_the_weights_where_one_dies_in_the_group(system: ActorSystem) -> None:
+    if system.backend == "inline":
+        pytest.skip("a group needs processes of its own")
+    settings = {"num_replicas": 2, "max_restarts": 0}
+    async with make_controller(system, settings=settings, exit_at_load=1) as controller:
+        await controller.ready()
+        report = await make_sync(controller, transport="process_group", timeout_s=1.0).sync(2)
+        assert report.num_replaced == 1
+        assert (await controller.generate(fresh())).response_model_steps == [2]
 
 
 async def test_the_successor_of_the_only_replica_is_waited_for_and_gets_the_new_weights(system: ActorSystem) -> None:

@@ -376,6 +376,7 @@ class WeightSync:
                 lost.append(f"{target.name}: {error}")
                 logger.warning("%s was lost in phase %s of a weight sync: %s", target.name, phase, error)
                 target.replace(error)
+                self._num_lost += 1
             except XrlLiteError as error:
                 raise _failure(offer, phase, target.name, error) from error
             else:
@@ -385,7 +386,6 @@ class WeightSync:
             async with anyio.create_task_group() as acting:
                 for target in targets:
                     acting.start_soon(one, target)
-        self._num_lost += len(lost)
         if not left:
             raise _AllLostError(_failure_text(offer, phase, "all replicas", "\n".join(lost)))
         return [target for target in targets if target in left]
