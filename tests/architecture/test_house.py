@@ -168,11 +168,12 @@ def test_no_module_is_called_after_nothing() -> None:
     assert not [path for path in (ROOT / "xrl_lite").rglob("*.py") if path.stem in bad]
 
 
-def test_models_of_the_settings_refuse_unknown_keys() -> None:
+def test_models_refuse_unknown_keys_or_say_that_servers_may_send_more() -> None:
     for module in modules():
         for model in vars(module).values():
             if isinstance(model, type) and issubclass(model, BaseModel) and model.__module__ == module.__name__:
-                assert model.model_config.get("extra") == "forbid", f"{module.__name__}.{model.__name__}"
+                known = ("ignore",) if module.__name__ == "xrl_lite.rollout.openai_engine" else ("forbid",)
+                assert model.model_config.get("extra") in known, f"{module.__name__}.{model.__name__}"
 
 
 @pytest.mark.timeout(300)

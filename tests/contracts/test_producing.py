@@ -282,8 +282,14 @@ class KeepsNoLimit(Scripted):
         return await super().generate_group(rollout_states)
 
 
-def test_a_group_whose_loop_keeps_no_limit_fails_as_a_whole() -> None:
-    producer = make_producer(KeepsNoLimit(hang_first), group_timeout_s=60.0)
+class HasNoLimit(Scripted):
+    async def generate_group(self, rollout_states: Sequence[RolloutState]) -> list[RolloutState]:  # type: ignore[override]
+        return await super().generate_group(rollout_states)
+
+
+@pytest.mark.parametrize("loop", [KeepsNoLimit, HasNoLimit])
+def test_a_group_whose_loop_keeps_no_limit_fails_as_a_whole(loop: type[Scripted]) -> None:
+    producer = make_producer(loop(hang_first), group_timeout_s=60.0)
     (finished,) = VirtualClock().run(producer.manager.evaluate([make_states(2)]))
     assert {state.status for state in finished} == {Status.FAILED}
 

@@ -20,7 +20,7 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, Protocol, Self
 
 import anyio
@@ -40,6 +40,9 @@ logger = get_logger(__name__)
 
 CLOSING_S = 30.0
 """How much longer a loop may take to hand over a group that has had its time; then the whole group has failed."""
+
+MAX_EVALUATED_AT_ONCE = 256
+"""Groups of an evaluation under way at the same time: the time that each has is not to be spent in line."""
 
 LEASE_SLACK_S = 60.0
 """How much longer than a group itself its lease lasts: storing it takes time too."""
@@ -261,9 +264,11 @@ class AgentLoopManager(GroupTasks):
             **kwargs: For the agent loop.
         """
         finished = list(groups)
+        room = anyio.CapacityLimiter(MAX_EVALUATED_AT_ONCE)
 
         async def run(index: int, group: list[RolloutState]) -> None:
-            finished[index] = await self._run_within_limit(self._loop_of(group[0].task_name), group, **kwargs)
+            async with room:
+                finished[index] = await self._run_within_limit(self._loop_of(group[0].task_name), group, **kwargs)
             if on_group is not None:
                 on_group(index, finished[index])
 
@@ -315,8 +320,10 @@ class AgentLoopManager(GroupTasks):
     ) -> list[RolloutState]:
         """Run attempts; the loop keeps the limit, and loses them all where it does not (its process hangs, say)."""
         limit_s = self.config.group_timeout_s
+        if _keeps_limits(type(loop)):
+            kwargs["timeout_s"] = limit_s
         with anyio.move_on_after(self._longest_s(loop)):
-            return await loop.generate_group(states, timeout_s=limit_s, **kwargs)
+            return await loop.generate_group(states, **kwargs)
         return [late(state, limit_s) for state in states]
 
     def _longest_s(self, loop: AgentLoop) -> float:
@@ -379,6 +386,13 @@ class AgentLoopManager(GroupTasks):
     async def _wait_until_idle(self) -> None:
         while self._in_flight:
             await self.replay_buffer.changed()
+
+
+@lru_cache
+def _keeps_limits(loop: type[AgentLoop]) -> bool:
+    """Whether a loop takes `timeout_s`; one of a user's own may have the signature that XTuner's have."""
+    parameters = inspect.signature(loop.generate_group).parameters.values()
+    return any(each.name == "timeout_s" or each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 def _has_ended(loop: AgentLoop, state: RolloutState) -> bool:

@@ -34,18 +34,18 @@ MAX_PAUSE_S = 30.0
 _ERROR_CHARACTERS = 500
 
 
-class _Logprobs(BaseModel):
+class _Logprobs(BaseModel, extra="ignore"):
     token_logprobs: list[float] | None = None
 
 
-class _Choice(BaseModel):
+class _Choice(BaseModel, extra="ignore"):
     text: str | None = None
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
 
 
-class _Event(BaseModel):
+class _Event(BaseModel, extra="ignore"):
     """What is read of a streamed piece of a response."""
 
     error: Any = None
