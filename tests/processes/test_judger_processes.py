@@ -209,7 +209,9 @@ async def test_short_judgements_travel_together_and_a_culprit_among_them_travels
         assert f"ValueError: no such unit (at {bodies.__file__}:" in str(states[105].error_msg)
 
 
-@pytest.mark.parametrize(("culprit", "ending"), [("_exit", "crashed"), ("endless", "timeout")])
+@pytest.mark.parametrize(
+    ("culprit", "ending"), [("_exit", "crashed"), pytest.param("endless", "timeout", marks=pytest.mark.slow)]
+)
 async def test_a_culprit_among_judgements_that_wait_side_by_side_ends_alone(
     system: ActorSystem, culprit: str, ending: str
 ) -> None:

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.slow)])
 def test_trainer_and_replica_take_turns_on_one_accelerator(mode: str, tmp_path: Path, tiny_model_folder: Path) -> None:
     changes: dict[str, Any] = {
         "rollout.engine": "noting",

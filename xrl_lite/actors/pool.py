@@ -118,17 +118,21 @@ class ActorPool:
             method: Name of the method.
             *args: Its arguments.
             timeout_s: Seconds that the call may run, each time that it is tried.
-            max_task_retries: How often the call is given to another replica after its own has died or gone down. It
-                may then have run more than once.
+            max_task_retries: How often the call is given to another replica after its own has died. It may then have
+                run more than once. A replica that was down before it ran does not count.
             **kwargs: Its keyword arguments.
         """
-        for retries_left in range(max_task_retries, -1, -1):
+        retries_left = max_task_retries
+        while True:
             try:
                 return await self.submit(method, *args, timeout_s=timeout_s, **kwargs)
-            except (ActorDiedError, ActorUnavailableError):
+            except ActorUnavailableError:
+                if max_task_retries == 0 or all(handle.is_down for handle in self.handles):
+                    raise
+            except ActorDiedError:
                 if retries_left == 0 or all(handle.is_down for handle in self.handles):
                     raise
-        raise AssertionError("the last attempt returns or raises")
+                retries_left -= 1
 
     async def call_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `method` on every replica and return their results in the order of the replicas.
