@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -13,29 +13,59 @@ from xrl_lite.settings import Settings
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+OWN_SCHEDULES = ("constant", "linear", "cosine")
+
+
 class OptimizerConfig(Settings):
-    """AdamW and its schedule."""
+    """The optimizer and its schedule."""
+
+    type: str = "AdamW"
+    """A class of torch.optim by its name, or one of yours by its path (``package.module:Name``, ``file.py:Name``)."""
+
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of that class, such as ``{momentum: 0.9}``."""
 
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay of the running averages of the gradient and of its square."""
+    """Decay of the running averages of the gradient and of its square, where the class takes such."""
 
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Weight decay, decoupled in AdamW."""
 
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
 
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes from its peak to `final_fraction` of it over the run."""
+    schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "cosine_with_min_lr",
+        "polynomial",
+        "inverse_sqrt",
+        "warmup_stable_decay",
+    ] = "constant"
+    """How the learning rate goes over the run. constant, linear and cosine go from its peak to `final_fraction` of it;
+    the others are those of transformers' ``get_scheduler``."""
+
+    schedule_options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of a schedule of transformers, such as ``{num_cycles: 3}``."""
 
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the learning rate rises to its peak."""
 
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak learning rate that is left at the end (linear and cosine)."""
+
+    @model_validator(mode="after")
+    def _schedule_takes_options(self) -> Self:
+        if self.schedule_options and self.schedule in OWN_SCHEDULES:
+            raise ValueError(
+                f"schedule={self.schedule} takes no schedule_options, but warmup_steps and final_fraction."
+            )
+        return self
 
 
 class LoraConfig(Settings):
@@ -156,7 +186,7 @@ class EngineConfig(Settings):
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW and its schedule, for a critic."""
+    """The optimizer and its schedule, for a critic."""
 
     learning_rate: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""

@@ -28,8 +28,8 @@ from transformers import AutoTokenizer
 
 from xrl_lite.algorithms.packing import PackedBatch
 from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs, ValueOutputs, WeightShard
-from xrl_lite.engine.config import OptimizerConfig
 from xrl_lite.engine.lora import Adapter, file_name, hf_name
+from xrl_lite.engine.optimizers import learning_rate_factors, make_optimizer
 from xrl_lite.engine.packed_forward import check_packing, turn_off_dropout
 from xrl_lite.engine.ranks import (
     copy_from_first,
@@ -95,14 +95,10 @@ class TransformersEngine(BaseEngine):
         if self._config.param_offload:
             for each in (self._model, *self._frozen.values()):
                 each.to("cpu")
-        optimizer = self._config.optimizer
-        self._optimizer = torch.optim.AdamW(
-            [parameter for parameter in self._model.parameters() if parameter.requires_grad],
-            lr=optimizer.learning_rate,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            fused=True,
+        self._optimizer = make_optimizer(
+            self._config.optimizer, (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         )
+        self._factor_at = learning_rate_factors(self._config.optimizer, self._num_updates)
         self._update = 0
         self._set_hyperparameters()
 
@@ -170,7 +166,7 @@ class TransformersEngine(BaseEngine):
     @property
     def learning_rate(self) -> float:
         config = self._config.optimizer
-        return config.learning_rate * learning_rate_factor(self._update, self._num_updates, config)
+        return config.learning_rate * self._factor_at(self._update)
 
     def forward_backward_batch(
         self,
@@ -312,7 +308,8 @@ class TransformersEngine(BaseEngine):
         """Give the optimizer what the settings and the schedule say now, whatever a checkpoint held."""
         config = self._config.optimizer
         for group in self._optimizer.param_groups:
-            group.update(lr=self.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+            said = {"betas": config.betas, "weight_decay": config.weight_decay, **config.options}
+            group.update({name: value for name, value in said.items() if name in group}, lr=self.learning_rate)
 
     def _state(self) -> dict[str, Any]:
         # what is frozen is in the model's own folder
@@ -393,14 +390,3 @@ def _alone_on_purpose() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
-
-
-def learning_rate_factor(update: int, num_updates: int, config: OptimizerConfig) -> float:
-    """Share of the peak learning rate at an update, counted from 0."""
-    if update < config.warmup_steps:
-        return (update + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return 1.0
-    progress = min((update - config.warmup_steps) / max(num_updates - config.warmup_steps, 1), 1.0)
-    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.final_fraction + (1 - config.final_fraction) * share
