@@ -467,7 +467,7 @@ async def test_weights_that_do_not_fit_name_replica_phase_and_tensor(
 async def test_a_replica_with_other_weights_is_named_and_serves_nobody_until_it_has_the_right_ones(
     system: ActorSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with make_controller(system, settings={"request_timeout_s": 0.3}) as controller:
+    async with make_controller(system, settings={"request_timeout_s": 1.0}) as controller:
         await controller.ready()
         sync = make_sync(controller)
         adapter = controller.adapters[0]
