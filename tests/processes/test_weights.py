@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from typing import Any
 
@@ -25,6 +26,10 @@ def fork_server_with_torch(system: ActorSystem) -> None:
     first.stop().result(60.0)
 
 
+def num_open() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
 def digest(weights: dict[str, Any]) -> float:
     return float(sum(tensor.double().sum() for tensor in weights.values()))
 
@@ -34,8 +39,8 @@ async def test_weights_arrive_everywhere_and_leave_nothing_behind(system: ActorS
     trainer = system.spawn(bodies.Weights, num_parameters, 1, preload=PRELOAD)
     replicas = [system.spawn(bodies.Weights, num_parameters, 2, preload=PRELOAD) for _ in range(2)]
     expected = await trainer.digest.remote()
-    open_before = None
-    for round_number in range(3):
+    open_before: int | None = None
+    for _ in range(3):
         weights = await trainer.weights.remote()
         assert digest(weights) == expected
         await asyncio.gather(*(replica.load.remote(weights) for replica in replicas))
@@ -49,9 +54,13 @@ async def test_weights_arrive_everywhere_and_leave_nothing_behind(system: ActorS
 
         await trainer.step.remote()
         expected = await trainer.digest.remote()
-        open_now = len(os.listdir("/proc/self/fd"))
-        assert open_before is None or open_now <= open_before, f"round {round_number}"
-        open_before = open_now
+        if open_before is None:
+            open_before = num_open()
+        while (
+            num_open() > open_before
+        ):  # a thread of the system closes them; what is never closed ends at the time limit
+            gc.collect()
+            await asyncio.sleep(0.01)
     for handle in (trainer, *replicas):
         await handle.stop()
 
