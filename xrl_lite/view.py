@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -155,7 +155,7 @@ def _attempt_table(step: int | None, found: Sequence[dict[str, Any]]) -> Table:
 
 
 def _text_panel(title: str, text: str | None) -> Panel:
-    return Panel(Group(Text(text or "")), title=Text(title), title_align="left")
+    return Panel(Text(text or ""), title=Text(title), title_align="left")
 
 
 def _conversation(messages: Sequence[dict[str, Any]]) -> str:
