@@ -39,8 +39,9 @@ async def test_weights_arrive_everywhere_and_leave_nothing_behind(system: ActorS
     trainer = system.spawn(bodies.Weights, num_parameters, 1, preload=PRELOAD)
     replicas = [system.spawn(bodies.Weights, num_parameters, 2, preload=PRELOAD) for _ in range(2)]
     expected = await trainer.digest.remote()
-    open_before: int | None = None
-    for _ in range(3):
+    blocks = 2 * len(replicas)  # memory that is used again: for each replica one that it may hold still, and one more
+    open_before = num_open()
+    for _ in range(2 * blocks):
         weights = await trainer.weights.remote()
         assert digest(weights) == expected
         await asyncio.gather(*(replica.load.remote(weights) for replica in replicas))
@@ -54,11 +55,8 @@ async def test_weights_arrive_everywhere_and_leave_nothing_behind(system: ActorS
 
         await trainer.step.remote()
         expected = await trainer.digest.remote()
-        if open_before is None:
-            open_before = num_open()
-        while (
-            num_open() > open_before
-        ):  # a thread of the system closes them; what is never closed ends at the time limit
+        # a thread of the system closes them; what is never closed ends at the time limit
+        while num_open() > open_before + blocks:
             gc.collect()
             await asyncio.sleep(0.01)
     for handle in (trainer, *replicas):
