@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -143,7 +142,7 @@ class ActorMethod:
             PayloadError: an argument cannot be pickled.
             ActorError: `max_pending` calls are waiting already; see `submit`.
         """
-        if not self._room.enter():
+        if not self._room.enter_now():
             raise ActorError(
                 f"Actor {self._actor.spec.name!r} has {self._room.num_inside} calls that have not ended, and its "
                 f"max_pending is {self._room.max_inside}. Await some before sending more, or send with "
@@ -157,13 +156,7 @@ class ActorMethod:
         Raises:
             PayloadError: an argument cannot be pickled.
         """
-        ticket = self._room.wait()
-        try:
-            await ticket
-        except asyncio.CancelledError:
-            if not ticket.cancelled():  # it had a place already
-                self._room.leave()
-            raise
+        await self._room.enter()
         return self._send(args, kwargs)
 
     def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
