@@ -87,6 +87,7 @@ def run_settings(folder: Path, model: Path, **changes: Any) -> dict[str, Any]:
         rewards.write_text(REWARDS, encoding="utf-8")
     settings: dict[str, Any] = {
         "name": "test",
+        "num_cpus": 2,
         "output_dir": str(folder / "runs"),
         "model": {"path": str(model)},
         "task": {

@@ -17,7 +17,7 @@ settings.load_profile("house")
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch is loaded: waiting threads sleep
 
-LEFT_WITHIN_S = 5.0
+LEFT_WITHIN_S = 30.0
 _SCRUBBED = ("XRL_LITE_", "HF_", "TRANSFORMERS_", "WANDB_", "CUDA_")
 
 

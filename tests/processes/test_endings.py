@@ -17,6 +17,7 @@ import pytest
 
 from tests.processes import bodies
 from xrl_lite.actors import ActorHandle, ActorSystem, RestartPolicy
+from xrl_lite.actors.zygote import parent_of
 from xrl_lite.errors import (
     ActorDiedError,
     ActorTaskError,
@@ -117,9 +118,40 @@ async def test_a_hang_ends_at_its_limit_and_the_child_is_replaced(victim: ActorH
     assert not exists(before)
 
 
+async def test_where_it_hung_is_told_also_by_a_child_that_is_slow_to_say_so(
+    victim: ActorHandle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("xrl_lite.actors.process_actor._DUMP_WITHIN_S", LIMIT_S)
+    pid, marker = await victim.process_id.remote(), tmp_path / "begun"
+    call = victim.mark_and_sleep.options(timeout_s=0.5).remote(str(marker), 600)
+    await until(marker.exists)
+    os.kill(pid, signal.SIGSTOP)
+    await until(lambda: victim._actor._expiring)  # type: ignore[attr-defined]
+    await asyncio.sleep(0.05)  # as on a machine that is busy with others
+    os.kill(pid, signal.SIGCONT)
+    with pytest.raises(ActorTimeoutError, match=r"(?s)It was here.* in mark_and_sleep"):
+        await call
+
+
+async def test_a_kill_that_comes_too_late_is_not_taken_for_the_cause(system: ActorSystem, victim: ActorHandle) -> None:
+    pid = await victim.process_id.remote()
+    server, child = parent_of(pid), victim._actor._child  # type: ignore[attr-defined]
+    os.kill(server, signal.SIGSTOP)  # it is the one that tells how a child ended
+    try:
+        call = victim.end_hard.remote(3)
+        await until(lambda: child._has_vanished)
+        system._hub.post(child.kill, "it took too long")
+    finally:
+        os.kill(server, signal.SIGCONT)
+    with pytest.raises(ActorDiedError, match="exited with code 3"):
+        await call
+
+
 async def test_the_limit_counts_from_when_a_call_begins(victim: ActorHandle) -> None:
-    calls = [victim.sleep.options(timeout_s=1.0).remote(0.3) for _ in range(5)]
-    await asyncio.gather(*calls)
+    first = victim.sleep.remote(2.5)
+    behind = [victim.ping.options(timeout_s=2.0).remote() for _ in range(5)]
+    assert await asyncio.gather(*behind) == ["pong"] * 5
+    assert first.done()
     assert victim.restarts == 0
 
 
@@ -140,7 +172,10 @@ async def test_cancelling_a_running_sync_call_replaces_the_child(victim: ActorHa
     assert victim.statistics()["num_cancelled"] == 1
 
 
-async def test_an_interrupted_call_leaves_state_and_process_alone(keeper: ActorHandle) -> None:
+async def test_an_interrupted_call_leaves_state_and_process_alone(
+    keeper: ActorHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xrl_lite.actors.process_actor._INTERRUPT_GRACE_S", LIMIT_S)
     assert await keeper.add.remote() == 1
     before = await keeper.process_id.remote()
     for method in ("sleep", "hang_in_python"):
@@ -182,11 +217,11 @@ async def test_an_async_method_that_blocks_its_loop_is_ended_at_its_limit(
 
 
 async def test_a_blocked_loop_is_noticed_without_a_limit() -> None:
-    async with ActorSystem(num_cpus=2, heartbeat_timeout_s=1.0) as system:
+    async with ActorSystem(num_cpus=2, heartbeat_timeout_s=2.0) as system:
         handle = system.spawn(bodies.Mixed, restart=FORGIVING)
         with pytest.raises(ActorDiedError, match="event loop"):
             await handle.block_the_loop.remote()
-        assert await handle.sleep_sync.remote(1.5) == 1.5  # long, but not stuck
+        assert await handle.sleep_sync.remote(2.5) == 2.5  # long, but not stuck
         assert handle.restarts == 1
 
 
@@ -293,9 +328,9 @@ async def test_a_hundred_samples_with_one_that_never_ends(system: ActorSystem) -
 
     async def judge(number: int) -> str:
         handle = handles[number % 2]
-        method = handle.hang_in_python if number == 0 else handle.ping
+        call = handle.ping.options(timeout_s=LIMIT_S) if number else handle.hang_in_python.options(timeout_s=0.5)
         try:
-            return await method.options(timeout_s=0.5).remote()
+            return await call.remote()
         except ActorTimeoutError:
             return "timeout"
 
@@ -360,7 +395,9 @@ async def test_no_descriptor_is_left_after_any_ending(victim: ActorHandle) -> No
     for _ in range(5):
         await round_trip()
     await until(lambda: len(os.listdir("/proc/self/fd")) <= here)  # a thread of the system closes them
-    assert await victim.open_descriptors.remote() <= there
+    async with asyncio.timeout(LIMIT_S):
+        while await victim.open_descriptors.remote() > there:  # memory that was lent comes back
+            pass
 
 
 async def test_the_environment_and_threads_of_a_child(system: ActorSystem) -> None:
@@ -441,7 +478,7 @@ async def test_a_flood_of_output_is_cut_short_in_the_log_of_the_driver(
     await talker.evaluate.remote("[print(number) for number in range(200_000)]")
     await talker.stop()
     lines = [record.getMessage() for record in caplog.records if record.name == "xrl_lite.output"]
-    assert len(lines) < 2000
+    assert len(lines) < 20_000
     assert any("bytes more, see" in line for line in lines)
     assert (log_dir / "flood.log").read_text().splitlines()[-1] == "199999"
 

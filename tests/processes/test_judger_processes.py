@@ -35,6 +35,7 @@ from xrl_lite.registry import load_object
 pytestmark = pytest.mark.process
 
 MIB = 1 << 20
+LIMIT_S = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -73,15 +74,13 @@ def is_gone(pid: int) -> bool:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it has not come true within 5 s")
+    async with asyncio.timeout(LIMIT_S):
+        while not holds():  # noqa: ASYNC110 it is about processes, which tell nobody
+            await asyncio.sleep(0.01)
 
 
 async def test_f1_one_endless_sample_costs_one_sample(system: ActorSystem) -> None:
-    async with config(workers=2, request_timeout=1.0).build(system) as judger:
+    async with config(workers=2, request_timeout=2.0).build(system) as judger:
         states = await judge_all(judger, ["endless"] + ["slow"] * 99)
         assert outcome(states[0]) == "timeout"
         assert [state.reward for state in states[1:]] == [{"score": 1.0}] * 99
@@ -121,7 +120,7 @@ async def test_f2_every_culprit_ends_in_its_outcome_and_the_others_are_scored(sy
 
 
 async def test_a_sample_that_hung_twice_takes_no_third_worker(system: ActorSystem) -> None:
-    async with config(request_timeout=0.3, max_initial_failures=0).build(system) as judger:
+    async with config(request_timeout=1.0, max_initial_failures=0).build(system) as judger:
         for _ in range(2):
             (state,) = await judge_all(judger, ["sleep"])
             assert outcome(state) == "timeout"
@@ -149,7 +148,7 @@ async def test_a_sample_that_was_in_a_dying_worker_is_judged_again(system: Actor
 
 async def test_f4_what_reward_code_started_ends_with_it(system: ActorSystem, tmp_path: Path) -> None:
     pid_file = tmp_path / "pid"
-    async with config(request_timeout=1.0, extra_info={"pid_file": str(pid_file)}).build(system) as judger:
+    async with config(request_timeout=2.0, extra_info={"pid_file": str(pid_file)}).build(system) as judger:
         (state,) = await judge_all(judger, ["child"])
         assert outcome(state) == "timeout"
         child = int(pid_file.read_text())
@@ -201,7 +200,7 @@ async def test_r12_the_limits_of_math_verify_hold_in_a_worker(system: ActorSyste
 async def test_short_judgements_travel_together_and_a_culprit_among_them_travels_alone(
     system: ActorSystem, culprit: str
 ) -> None:
-    async with config(workers=2, request_timeout=1.0).build(system) as judger:
+    async with config(workers=2, request_timeout=2.0).build(system) as judger:
         await judge_all(judger, ["fine"] * 200)
         states = await judge_all(judger, ["fine"] * 100 + [culprit] + ["raise"] * 10 + ["fine"] * 100)
         outcomes = [outcome(state) for state in states]

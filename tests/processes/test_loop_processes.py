@@ -29,6 +29,7 @@ pytestmark = pytest.mark.process
 
 AGENTS = """
 import os
+from functools import partial
 import anyio
 from xrl_lite.agent_loop import AgentLoopBase, AgentLoopOutput
 
@@ -36,9 +37,12 @@ class Where(AgentLoopBase):
     async def run(self, sampling_params, **kwargs):
         if kwargs["extra_info"].get("deadly"):
             os._exit(3)
-        if kwargs["extra_info"].get("impatient"):
-            with anyio.move_on_after(0.05):
-                await self.server_manager.generate("hangs", prompt_ids=[3], sampling_params={"max_tokens": 3})
+        if asked := kwargs["extra_info"].get("gives_up_once"):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(partial(self.server_manager.generate, "hangs", prompt_ids=[3], sampling_params={}))
+                while not os.path.exists(asked):
+                    await anyio.sleep(0.005)
+                tasks.cancel_scope.cancel()
         output = await self.server_manager.generate("r", prompt_ids=[1, 2], sampling_params={"max_tokens": 3})
         return AgentLoopOutput(
             prompt_ids=[1, 2], response_ids=output.token_ids, response_mask=[1] * len(output.token_ids),
@@ -142,14 +146,16 @@ async def test_one_process_runs_the_loop_asks_back_and_is_replaced(
 
 
 class HangingRolloutCtl(ScriptedRolloutCtl):
-    """Answers one prompt never, and the others once that one was given up."""
+    """Answers one prompt never, and the others once that one was given up. Leaves a file when it is asked for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, asked: Path) -> None:
         super().__init__(lambda _: [5])
+        self.asked = asked
         self.given_up = anyio.Event()
 
     async def generate(self, state: RolloutState) -> RolloutState:
         if state.prompt_ids == [3]:
+            self.asked.touch()
             try:
                 await anyio.sleep_forever()
             finally:
@@ -161,11 +167,11 @@ class HangingRolloutCtl(ScriptedRolloutCtl):
 async def test_what_an_agent_gives_up_is_withdrawn_while_its_group_goes_on(
     system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    rollout = HangingRolloutCtl()
+    rollout = HangingRolloutCtl(tmp_path / "asked")
     loop = settings(tmp_path, tiny_model_folder, 1).build(rollout, None, system=system)
     await loop.ready()
     impatient, patient = make_states()
-    impatient.extra_fields["impatient"] = True
+    impatient.extra_fields["gives_up_once"] = str(rollout.asked)
     with anyio.fail_after(30):  # the whole group waits for it
         states = await loop.generate_group([impatient, patient])
     assert [state.response_ids for state in states] == [[5], [5]]
@@ -229,7 +235,7 @@ async def test_what_a_dead_process_asked_for_is_cancelled_and_its_groups_get_the
 async def test_a_group_that_had_its_time_comes_back_with_what_ended(
     system: ActorSystem, tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    rollout = HangingRolloutCtl()
+    rollout = HangingRolloutCtl(tmp_path / "asked")
     rollout.given_up.set()
     config = SingleTurnAgentLoopConfig(
         hf_checkpoint=str(tiny_model_folder), cpu_resources=CPUResourcesConfig(num_workers=1, num_cpus_per_worker=0.1)

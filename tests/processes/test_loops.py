@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,30 +127,39 @@ def test_a_loop_that_waits_for_another_loops_call_is_served_while_that_one_is_bl
 
 def test_a_limit_holds_although_the_loop_is_blocked_and_spares_what_ended_in_time(stateful: ActorHandle) -> None:
     async def block() -> None:
-        call = stateful.echo.options(timeout_s=0.2).remote(1)
-        time.sleep(0.5)  # noqa: ASYNC251 the answer lies unread for longer than the limit
+        call = stateful.echo.options(timeout_s=2.0).remote(1)
+        time.sleep(2.2)  # noqa: ASYNC251 the answer lies unread for longer than the limit
         assert await call == 1
 
     asyncio.run(block())
     assert stateful.restarts == 0
 
 
-def test_a_call_whose_reply_is_on_its_way_can_be_cancelled(stateful: ActorHandle) -> None:
+def test_a_call_whose_reply_is_on_its_way_can_be_cancelled(stateful: ActorHandle, tmp_path: Path) -> None:
+    began, may_end = tmp_path / "began", tmp_path / "may_end"
+
+    def last() -> None:
+        began.touch()
+        while not may_end.exists():
+            time.sleep(0.005)
+
     async def cancel_late() -> list[int]:
         late = [stateful.add.remote() for _ in range(5)]
+        behind = stateful.call.remote(last)
         await asyncio.sleep(0)  # they leave
         deadline = time.monotonic() + LIMIT_S
-        while stateful.statistics()["num_ok"] == 0 and time.monotonic() < deadline:
-            time.sleep(0.01)  # noqa: ASYNC251 the replies come, and this loop does not read them
-            if stateful.statistics()["pending"] == 0:
-                break
-        assert not any(call.cancel() and not call.cancelled() for call in late)
+        while not began.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)  # noqa: ASYNC251 this loop shall not read the replies
+        for call in late:
+            call.cancel()
+        may_end.touch()
+        await behind
         return [await stateful.add.remote(), await stateful.add.remote(0)]
 
     first, second = asyncio.run(cancel_late())
     assert first == second == 6, "all five had run; none ran twice"
     statistics = stateful.statistics()
-    assert statistics["num_ok"] + statistics["num_cancelled"] == 7
+    assert statistics["num_ok"] + statistics["num_cancelled"] == 8
     assert (statistics["pending"], statistics["restarts"]) == (0, 0)
 
 
@@ -168,6 +178,13 @@ def test_a_loop_that_ends_with_calls_under_way_leaves_the_actor_to_the_next_one(
 
 
 def test_no_descriptor_is_left_by_loops_that_polled_an_actor_which_died(system: ActorSystem) -> None:
+    def at_most(count: int) -> bool:
+        """Whether no more are open once the threads that close some have done so."""
+        deadline = time.monotonic() + LIMIT_S
+        while (found := descriptors()) > count and time.monotonic() < deadline:
+            time.sleep(0.005)
+        return found <= count
+
     def descriptors() -> int:
         gc.collect()
         return len(os.listdir("/proc/self/fd"))
@@ -191,9 +208,9 @@ def test_no_descriptor_is_left_by_loops_that_polled_an_actor_which_died(system: 
         with pytest.raises(Exception, match="died"):
             handle.exit.remote(3).result(LIMIT_S)
         handle.echo.remote(1).result(LIMIT_S)  # the successor is there, so its predecessor is gone
-        assert descriptors() <= before + 3, "that loop is not closed: its selector and its own pair of sockets"
+        assert at_most(before + 3), "that loop is not closed: its selector and its own pair of sockets"
         loop.close()
-    assert descriptors() == before
+    assert at_most(before)
     handle.stop(0.0).result(LIMIT_S)
 
 

@@ -257,7 +257,7 @@ async def test_a_trainer_keeps_its_weights_where_every_replica_is_lost_in_the_tr
     await controller.stop(0.0)
 
 
-@pytest.mark.parametrize(("step_timeout_s", "patience_s"), [(1000.0, 0.2), (1.0, 60.0)], ids=["cancelled", "too slow"])
+@pytest.mark.parametrize(("step_timeout_s", "patience_s"), [(1000.0, 1.0), (1.0, 60.0)], ids=["cancelled", "too slow"])
 async def test_a_first_rank_that_is_cut_off_ends_all_ranks(
     system: ActorSystem, tiny_model_folder: Path, step_timeout_s: float, patience_s: float
 ) -> None:

@@ -18,7 +18,7 @@ from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.link import Link
 from xrl_lite.actors.zygote import ForkRequest
 
-_STATUS_WITHIN_S = 1.0
+_STATUS_WITHIN_S = 5.0
 _EXIT_WITHIN_S = 0.5
 
 
@@ -67,6 +67,7 @@ class Child:
     ) -> None:
         self.pid: int | None = None
         self.alive = True
+        """Whether its end has not been told of yet."""
         self.link = link
         self.page = link.page
         self._hub = hub
@@ -74,6 +75,7 @@ class Child:
         self._pidfd = -1
         self._kill_reason = ""
         self._deliberate = False
+        self._has_vanished = False
         self._timers: list[asyncio.TimerHandle] = []
         fds = (link.childs_end.detach(), os.dup(self.page.fd), os.dup(log_fd))
         server.fork(Birth(request, fds, self._forked, self._exited))
@@ -84,8 +86,8 @@ class Child:
         return bool(self._kill_reason)
 
     def kill(self, reason: str, *, deliberate: bool = False) -> None:
-        """End the process at once, because of `reason`; the first one counts."""
-        if not self._kill_reason:
+        """End the process at once, because of `reason`; the first one counts, unless it has ended by itself."""
+        if not self._kill_reason and not self._has_vanished:
             self._kill_reason, self._deliberate = reason, deliberate
         self.signal(signal.SIGKILL)
 
@@ -110,6 +112,7 @@ class Child:
             self.kill(self._kill_reason)
 
     def _vanished(self) -> None:
+        self._has_vanished = True
         self._hub.loop.remove_reader(self._pidfd)
         self._later(_STATUS_WITHIN_S, lambda: self._exited(None, ""))
 

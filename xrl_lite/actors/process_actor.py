@@ -63,7 +63,10 @@ _ASYNC_GRACE_S = 5.0
 _MEMORY_EVERY_S = 0.05
 _EXIT_WITHIN_S = 2.0
 _KILL_WITHIN_S = 5.0
-_DUMP_S = 0.02
+_DUMP_POLL_S = 0.005
+_DUMP_WITHIN_S = 1.0
+_DUMP_ENDS = ("in become_actor\n", "\n  ...\n")
+"""How what ``faulthandler`` writes ends: the main thread comes last, down to our own frame or as far as it shows."""
 _BEATS_MISSED_S = 1.5 * HEARTBEAT_S
 _RELAY_EVERY_S = 0.5
 
@@ -208,9 +211,8 @@ class ProcessActor:
         position = log.size_bytes
         child.signal(DUMP_SIGNAL)
         deadline = self._hub.loop.time() + within_s
-        while log.fd >= 0 and log.size_bytes == position and self._hub.loop.time() < deadline:  # noqa: ASYNC110 a file
-            await asyncio.sleep(_DUMP_S)
-        await asyncio.sleep(_DUMP_S)  # the rest of it
+        while child.alive and not _has_dump(log, position) and self._hub.loop.time() < deadline:  # noqa: ASYNC110 a file
+            await asyncio.sleep(_DUMP_POLL_S)
         lines.append(log.tail(since=position) if log.fd >= 0 else "")
         return "\n".join(lines)
 
@@ -397,7 +399,14 @@ class ProcessActor:
         position = self._log.size_bytes
         child.signal(DUMP_SIGNAL)  # the handler needs no interpreter, so it answers whatever the method does
         self._expiring.add(call)
-        self._hub.loop.call_later(_DUMP_S, self._expire, child, call, position)
+        self._expire_when_dumped(child, call, position, self._hub.loop.time() + _DUMP_WITHIN_S)
+
+    def _expire_when_dumped(self, child: Child, call: Call, position: int, deadline: float) -> None:
+        loop, log = self._hub.loop, self._log
+        if child.alive and log is not None and not _has_dump(log, position) and loop.time() < deadline:
+            loop.call_later(_DUMP_POLL_S, self._expire_when_dumped, child, call, position, deadline)
+        else:
+            self._expire(child, call, position)
 
     def _expire(self, child: Child, call: Call, dumped_at: int | None) -> None:
         """End a call that is over its limit, telling what it was doing."""
@@ -557,3 +566,9 @@ class ProcessActor:
         if not beat_ns or any(child.page.kind(call.slot) is MethodKind.SYNC for call in self._desk.running_calls()):
             return 0.0
         return (time.monotonic_ns() - beat_ns) / 1e9
+
+
+def _has_dump(log: ActorLog, position: int) -> bool:
+    """Whether the stacks that were asked for when the log was at `position` are in it."""
+    written = log.tail(since=position) + "\n"
+    return any(end in written for end in _DUMP_ENDS)
