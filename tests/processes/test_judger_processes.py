@@ -365,6 +365,40 @@ async def test_a_sync_function_may_return_something_awaitable(system: ActorSyste
         assert [state.reward for state in await judge_all(judger, ["fine"] * 3)] == [{"score": 1.0}] * 3
 
 
+class DoublingJudger(NativeJudger):
+    """A step of its own around the reward function."""
+
+    async def judge_payload(self, payload: Any) -> Any:
+        output = await super().judge_payload(payload)
+        return {"score": 2 * output["score"], "pid": os.getpid()}
+
+
+class DoublingJudgerConfig(JudgerConfig):
+    def build_local(self) -> Judger:
+        return DoublingJudger(self.judger_name, self.reward_handler, request_timeout=self.request_timeout)
+
+
+@pytest.mark.parametrize("kind", [JudgerConfig, DoublingJudgerConfig])
+@pytest.mark.parametrize("max_concurrency", [None, 4])
+async def test_a_sync_function_that_hangs_takes_its_worker_along(
+    system: ActorSystem, kind: type[JudgerConfig], max_concurrency: int | None
+) -> None:
+    settings = kind(
+        judger_name="wild",
+        reward_handler=bodies.wild_with_pid,
+        cpu_resources=CPUResourcesConfig(num_workers=1),
+        request_timeout=1.0,
+        max_concurrency=max_concurrency,
+    )
+    async with settings.build(system) as judger:
+        before, hung, after = [await judger.judge(make_state(text)) for text in ("fine", "endless", "fine")]
+        assert [outcome(state) for state in (before, hung, after)] == ["ok", "timeout", "ok"], after.error_msg
+        assert before.reward is not None
+        assert after.reward is not None
+        assert after.reward["pid"] != before.reward["pid"]
+        assert is_gone(before.reward["pid"])
+
+
 async def test_a_function_of_a_python_config_goes_along(system: ActorSystem, tmp_path: Path) -> None:
     shipped = (Path(__file__).parents[2] / "configs" / "gsm8k.py").read_text()
     path = tmp_path / "mine.py"

@@ -15,9 +15,10 @@ there, a list where one output belongs.
 
 from __future__ import annotations
 
-import re
+import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from string import digits
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
@@ -34,6 +35,7 @@ from xrl_lite.judger.outcome import (
     Outcome,
     UnsupportedCallError,
     classify,
+    ended_by,
     no_worker_left,
 )
 from xrl_lite.judger.rate_limit import RateLimiter
@@ -48,6 +50,10 @@ JudgerPayload: TypeAlias = dict[str, Any]
 JudgerPayloadBatch: TypeAlias = JudgerPayload | list[JudgerPayload]
 JudgerOutput: TypeAlias = dict[str, Any]
 JudgerOutputBatch: TypeAlias = JudgerOutput | list[JudgerOutput]
+
+
+_LAST_DIGITS = 100
+"""Digits of a label that are read as a number; Python reads no number of thousands of them."""
 
 
 class BaseJudger:
@@ -233,6 +239,12 @@ class Judger(BaseJudger):
                 name_dynamic_code(error, self.code_file)
                 queue_s, run_s = watch.read()
                 return Judgement(judger=name, outcome=classify(error), error=error, run_s=run_s, queue_s=queue_s)
+            except BaseException as error:
+                if not _is_of_reward_code(error):
+                    raise
+                queue_s, run_s = watch.read()
+                failure = ended_by(error)
+                return Judgement(judger=name, outcome=Outcome.RAISED, error=failure, run_s=run_s, queue_s=queue_s)
             finally:
                 if gate is not None:
                     gate.leave()
@@ -308,13 +320,22 @@ async def within(limit_s: float, judge: Callable[[Any], Any], payload: Any) -> A
     raise JudgementTimeoutError(f"no reward within {limit_s:g} s (request_timeout)")
 
 
+def _is_of_reward_code(error: BaseException) -> bool:
+    """Return whether it is meant for the judgement alone, and not to stop the task, the coroutine or the program."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return not isinstance(error, KeyboardInterrupt | GeneratorExit)
+
+
 def other_label(label: Any) -> str:
     """Return a label that is certainly not this one: another number if it holds one, else another text."""
     text = str(label)
-    number = re.search(r"\d+(?!.*\d)", text, re.DOTALL)
-    if number is None:
+    end = max(map(text.rfind, digits)) + 1
+    if not end:
         return f"not {text}"
-    return f"{text[: number.start()]}{int(number[0]) + 1}{text[number.end() :]}"
+    start = max(len(text[:end].rstrip(digits)), end - _LAST_DIGITS)
+    return f"{text[:start]}{int(text[start:end]) + 1:0{end - start}}{text[end:]}"
 
 
 def label_of(rollout_state: RolloutState) -> Any:

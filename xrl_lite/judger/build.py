@@ -16,13 +16,17 @@ from xrl_lite.judger.base import Judger
 from xrl_lite.judger.composed import ComposedJudger
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, JudgerConfigLike
 from xrl_lite.judger.gate import Gate
+from xrl_lite.judger.native import NativeJudger
 from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.pool import JudgerPool
 from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.remote import ConcurrentJudgerActor, JudgerActor, RayJudgerProxy, RemoteJudger
+from xrl_lite.log import get_logger
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorHandle, ActorSystem
+
+logger = get_logger(__name__)
 
 _RESTART = RestartPolicy(max_restarts=300, window_s=60.0, backoff_s=0.0)
 """Samples that crash cost two restarts each, a batch may hold many of them, and waiting would not make them better; a
@@ -95,12 +99,12 @@ def _build_remote(
     name = config.judger_name
     pool = register_cpu_resources(f"judger:{name}", resources)
     release = _Release(pool)
+    concurrency = _concurrency_per_worker(config, local)
     try:
-        handles = _spawn(config, resources, system or actors.default_system())
+        handles = _spawn(config, resources, concurrency, system or actors.default_system())
     except BaseException:
         release()
         raise
-    concurrency = config.concurrency_per_worker
     replicas = [
         RemoteJudger(
             handle,
@@ -120,8 +124,22 @@ def _build_remote(
     return judger_pool
 
 
-def _spawn(config: JudgerConfig, resources: CPUResourcesConfig, system: ActorSystem) -> list[RayJudgerProxy]:
-    concurrency = config.concurrency_per_worker
+def _concurrency_per_worker(config: JudgerConfig, local: Judger) -> int:
+    if not (isinstance(local, NativeJudger) and local.runs_here):
+        return config.concurrency_per_worker
+    if config.max_concurrency is not None and config.max_concurrency > 1:
+        logger.warning(
+            "judger %r: a worker runs one call of a sync function at a time, not max_concurrency=%d. Give it more "
+            "workers (cpu_resources.num_workers), or an async function.",
+            config.judger_name,
+            config.max_concurrency,
+        )
+    return 1  # in the main thread, where a call that hangs can be ended
+
+
+def _spawn(
+    config: JudgerConfig, resources: CPUResourcesConfig, concurrency: int, system: ActorSystem
+) -> list[RayJudgerProxy]:
     handles: list[ActorHandle] = []
     stem = system.free_stem(f"judger/{config.judger_name}")
     try:

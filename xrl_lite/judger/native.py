@@ -126,6 +126,10 @@ class NativeJudger(Judger):
         """The file of the reward function, where it is known."""
         return code_file(self._reward.function) if self._reward is not None else None
 
+    def run_in_place(self) -> None:
+        """Run sync code in the event loop from now on. For worker processes, where a call that hangs can be ended."""
+        self._sync_in = "loop"
+
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return response and label, and what else the signature needs; all of it if `judge_payload` is overridden."""
         if type(self).judge_payload is not NativeJudger.judge_payload:

@@ -128,6 +128,13 @@ def classify(error: Exception) -> Outcome:
             return Outcome.RAISED
 
 
+def ended_by(error: BaseException) -> Exception:
+    """Return an error for what reward code raised and no `except Exception` would catch: it fails one sample."""
+    failure = RuntimeError(f"the reward code raised {error!r}, which would end more than this judgement")
+    failure.__cause__ = error
+    return failure
+
+
 def no_worker_left(judger: str, error: Exception) -> JudgerError:
     """Return the error that ends a run whose judger has lost all its workers."""
     return JudgerError(f"judger {judger!r} has no worker process left, so nothing can be judged any more: {error}")

@@ -171,8 +171,10 @@ class JudgerActor:
         self.judger.prepare()
         self._runner: asyncio.Runner | None = None
         self._score: Callable[[JudgerPayloadBatch], Any] = self._judge
-        if isinstance(judger := self.judger, NativeJudger) and judger.runs_here:
-            self._score = partial(judger.judge_payload_here, run=self._run)
+        if isinstance(judger := self.judger, NativeJudger):
+            judger.run_in_place()
+            if judger.runs_here:
+                self._score = partial(judger.judge_payload_here, run=self._run)
 
     def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         """Score one payload, or several if the judger can."""

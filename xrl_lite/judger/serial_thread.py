@@ -25,7 +25,7 @@ from time import perf_counter
 from typing import Any
 
 from xrl_lite.judger.loop_local import LoopLocal
-from xrl_lite.judger.outcome import JudgementTimeoutError
+from xrl_lite.judger.outcome import JudgementTimeoutError, ended_by
 from xrl_lite.judger.stopwatch import execution_took
 
 
@@ -190,9 +190,7 @@ def _work(worker: _Worker, jobs: SimpleQueue[_Job | None]) -> None:
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
             job.mail.post(job, None, RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
         except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
-            exit_error = RuntimeError(f"the reward code raised {error!r}, which would end the process")
-            exit_error.__cause__ = error
-            job.mail.post(job, None, exit_error)
+            job.mail.post(job, None, ended_by(error))
         else:
             job.mail.post(job, result, None)
         mail = job.mail

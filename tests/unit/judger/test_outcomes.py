@@ -49,6 +49,43 @@ async def test_a_raising_function_costs_one_sample_and_names_the_line(sync_in: A
     assert judger.statistics()["mine"]["ok"] == 1
 
 
+class OutOfTimeError(BaseException):
+    """As libraries raise that want to pass every `except Exception`."""
+
+
+async def ends_more_than_itself(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    if response == "cancelled":
+        shared = asyncio.ensure_future(asyncio.sleep(10))
+        shared.cancel()
+        await shared
+    raise {"exit": SystemExit(3), "base": OutOfTimeError("late"), "cancel": asyncio.CancelledError()}[response]
+
+
+@pytest.mark.parametrize("response", ["cancelled", "cancel", "exit", "base"])
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_what_async_code_raises_costs_one_sample_whatever_it_is(response: str, is_async: bool) -> None:
+    handler = ends_more_than_itself if is_async else lambda **given: ends_more_than_itself(**given)
+    state = await NativeJudger("mine", handler).judge(make_state(response))
+    assert (state.status, state.extra_fields["judgement"]["outcome"]) == (Status.FAILED, "raised")
+    assert state.error_msg is not None
+    assert "the reward code raised" in state.error_msg
+
+
+async def test_cancelling_a_judgement_of_async_code_cancels_it() -> None:
+    started = asyncio.Event()
+
+    async def wait(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+        started.set()
+        await asyncio.Event().wait()
+        return {"score": 1.0}
+
+    judging = asyncio.create_task(NativeJudger("mine", wait).judge(make_state()))
+    await started.wait()
+    judging.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await judging
+
+
 async def test_the_outcome_is_kept_with_the_sample() -> None:
     judger = NativeJudger("mine", fragile)
     good, bad = await judger.judge(make_state("fine")), await judger.judge(make_state("raise"))

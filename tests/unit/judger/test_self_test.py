@@ -94,9 +94,18 @@ async def test_a_composed_judger_tests_every_branch_a_state_selects() -> None:
             await self_test(judger, make_state(data_source=source))
 
 
-@pytest.mark.parametrize(("label", "wrong"), [("72", "73"), ("a 1 b 9 c", "a 1 b 10 c"), ("yes", "not yes"), (5, "6")])
+@pytest.mark.parametrize(
+    ("label", "wrong"), [("72", "73"), ("a 1 b 9 c", "a 1 b 10 c"), ("yes", "not yes"), (5, "6"), ("007", "008")]
+)
 def test_the_other_label_is_another_one(label: Any, wrong: str) -> None:
     assert other_label(label) == wrong
+
+
+def test_a_label_of_any_length_has_another_one() -> None:
+    number = "9" * 5000
+    assert other_label(number) not in ("", number)
+    words = "1 " * 20_000 + "x" * 20_000
+    assert other_label(words) == "1 " * 19_999 + "2 " + "x" * 20_000
 
 
 def test_exact_is_what_the_tests_think_it_is() -> None:

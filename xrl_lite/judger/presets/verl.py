@@ -6,8 +6,9 @@ dapo           plus the penalty for responses near the length limit (`overlong_b
 rate_limited   the function is asked at most so often per minute; for services
 =============  =====================================================================================================
 
-Where verl's manager returns 0.0 for a time-out or an error, the sample fails here, as `on_error` says; its limits hold
-for the judger as a whole, not for each worker; `request_timeout` is hard for sync functions as well.
+Where verl's manager returns 0.0 for a time-out or an error, the sample fails here, as `on_error` says; `rate_limit`
+holds for the judger as a whole, `max_concurrency` for each worker; `request_timeout` is hard for sync functions as
+well.
 """
 
 from __future__ import annotations
