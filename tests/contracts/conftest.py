@@ -37,3 +37,9 @@ def system(request: pytest.FixtureRequest) -> Iterator[ActorSystem]:
     first.kill()
     yield system
     system.shutdown_now()
+
+
+@pytest.fixture
+def too_long_s(system: ActorSystem) -> float:
+    """Seconds far beyond any limit. Inline, where a sync method is not ended but judged afterwards, a little beyond."""
+    return 0.3 if system.backend == "inline" else 600.0

@@ -466,7 +466,7 @@ async def test_a_client_that_ran_out_of_patience_gets_the_answer_of_its_first_tr
         session = gateway.session(handle.session_id)
         said: list[Any] = []
         async with (
-            client_of(gateway, vendor, handle, max_retries=2, timeout=0.2) as client,
+            client_of(gateway, vendor, handle, max_retries=20, timeout=0.2) as client,
             anyio.create_task_group() as tasks,
         ):
 

@@ -113,8 +113,8 @@ class Caller:
     async def fail(self) -> None:
         await self.handle.raise_own.remote()
 
-    async def too_long(self) -> None:
-        await self.handle.wait.options(timeout_s=0.05).remote(0.3)
+    async def too_long(self, seconds: float) -> None:
+        await self.handle.wait.options(timeout_s=0.1).remote(seconds)
 
     async def give_handle(self) -> Any:
         return self.handle

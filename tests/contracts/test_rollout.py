@@ -556,11 +556,11 @@ async def test_a_request_that_kills_replicas_fails_and_names_the_death(system: A
 
 
 async def test_a_replica_that_makes_no_token_is_replaced(system: ActorSystem) -> None:
-    settings = {"stall_timeout_s": 0.3, "max_resends": 0, "health_interval_s": 0.1}
+    settings = {"stall_timeout_s": 1.0, "max_resends": 0, "health_interval_s": 0.1}
     async with make_controller(system, hang_prompts=[5], settings=settings) as controller:
         state = await controller.generate(fresh())
         assert state.status is Status.FAILED
-        assert "made no token for 0.3 s (stall_timeout_s)" in (state.error_msg or "")
+        assert "made no token for 1 s (stall_timeout_s)" in (state.error_msg or "")
         assert (await controller.generate(fresh(prompt_ids=[6]))).status is Status.COMPLETED
         assert controller.statistics()["replicas"]["rollout/0"]["num_replaced"] == 1
 
@@ -574,7 +574,7 @@ async def test_replicas_that_die_too_often_end_generation_with_the_reason(system
 
 async def test_a_replica_that_dies_or_hangs_in_a_sync_is_replaced_and_catches_up(system: ActorSystem) -> None:
     for options in ({"exit_at_load": 0}, {"hang_at_prepare": 0}):
-        settings = {"num_replicas": 2, "sync_timeout_s": 0.5, "max_restarts": 0}
+        settings = {"num_replicas": 2, "sync_timeout_s": 2.0, "max_restarts": 0}
         async with make_controller(system, settings=settings, **options) as controller:
             await controller.ready()
             report = await make_sync(controller).sync(2)

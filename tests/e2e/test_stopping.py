@@ -53,15 +53,15 @@ def running(config: Path, *overrides: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def wait_for_line(process: subprocess.Popen[str], start: str) -> list[str]:
-    """Read output up to a line that begins so; the test's time limit ends a wait in vain."""
+def wait_for_line(process: subprocess.Popen[str], text: str) -> list[str]:
+    """Read output up to a line that says so; the test's time limit ends a wait in vain."""
     assert process.stdout is not None
     lines: list[str] = []
     for line in process.stdout:
         lines.append(line)
-        if line.startswith(start):
+        if text in line:
             return lines
-    raise AssertionError(f"no line begins with {start!r}:\n{''.join(lines)}")
+    raise AssertionError(f"no line says {text!r}:\n{''.join(lines)}")
 
 
 def assert_gone(pids: set[int]) -> None:
@@ -123,29 +123,47 @@ def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
 
 
 def test_interrupted_twice_it_ends_at_once(tmp_path: Path, tiny_model_folder: Path) -> None:
-    rewards = tmp_path / "rewards.py"
     config = write_config(tmp_path, tiny_model_folder, **{"evaluation": {}})
-    rewards.write_text(
-        "import time\ndef by_length(response, label, extra_info):\n    time.sleep(25)\n    return {'score': 1.0}\n"
-    )
-    with running(config, "task.judger_config.max_initial_failures=0") as process:
-        wait_for_line(process, "[")
-        wait_until_judging(process)
+    judging, _ = hold_judgement(tmp_path, 1)
+    with running(config, "task.judger_config.request_timeout=600") as process:
+        wait_for_file(judging)
         below = children_of(process.pid)
         process.send_signal(signal.SIGINT)
+        wait_for_line(process, "SIGINT: stopping after this step")  # two at once would be one
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=10)
-        shown = process.stdout.read() if process.stdout else ""
-    assert process.returncode in (130, -signal.SIGINT), shown
+        shown = process.communicate(timeout=60)[0]
+    assert process.returncode == -signal.SIGINT, shown
     assert_gone(below)
 
 
-def wait_until_judging(process: subprocess.Popen[str]) -> None:
-    """Until engine, replica and judger are there: five processes with the two fork servers."""
-    deadline = time.monotonic() + 60
-    while len(children_of(process.pid)) < 5 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(children_of(process.pid)) >= 5
+HOLDING = """
+import itertools, pathlib, time
+
+calls = itertools.count(1)
+judging, may_end = map(pathlib.Path, {files})
+
+def by_length(response, label, extra_info):
+    if next(calls) == {number}:
+        judging.touch()
+        while not may_end.exists():
+            time.sleep(0.01)
+    return {{"score": float(len(response) % 2)}}
+"""
+
+
+def hold_judgement(folder: Path, number: int) -> tuple[Path, Path]:
+    """Have one judgement of a run leave the first file when it begins, and wait for the second."""
+    judging, may_end = folder / "judging", folder / "may_end"
+    code = HOLDING.format(files=[str(judging), str(may_end)], number=number)
+    (folder / "rewards.py").write_text(code, encoding="utf-8")
+    return judging, may_end
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} has not come within 120 s"
+        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -202,13 +220,15 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path, tiny_model_fol
 def test_a_killed_replica_is_replaced_and_the_run_goes_on_as_if_nothing_had_been(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
-    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 8, "evaluation": {}})
+    config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 4, "evaluation": {}})
+    judging, may_end = hold_judgement(tmp_path, 20)  # of the second step
     with running(config) as process:
-        wait_for_line(process, "step 1/")
+        wait_for_file(judging)
         os.kill(pid_of(process, "rollout/0"), signal.SIGKILL)
-        output = process.communicate(timeout=60)[0]
+        may_end.touch()
+        output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert "step 8/8" in output
+    assert "step 4/4" in output
 
 
 def pid_of(process: subprocess.Popen[str], actor: str) -> int:

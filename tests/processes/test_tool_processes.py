@@ -105,7 +105,7 @@ async def ask(toolbox: Toolbox, name: str, arguments: str) -> ToolResult:
 
 async def test_a_function_in_a_process_is_ended_and_replaced(system: ActorSystem, tmp_path: Path) -> None:
     config = ToolsConfig(function_tool_path=write(tmp_path, "functions.py", FUNCTIONS))
-    toolbox = Toolbox(await load_tools(config, system=system), call_timeout_s=1.0)
+    toolbox = Toolbox(await load_tools(config, system=system), call_timeout_s=2.0)
     outcomes = [await ask(toolbox, "work", f'{{"what": "{what}"}}') for what in ("a", "hang", "a", "die", "a")]
     assert [outcome.failure for outcome in outcomes] == [None, "timeout", None, "died", None]
     pids = {str(outcome.response.text).rpartition(" ")[2] for outcome in outcomes if outcome.failure is None}
