@@ -27,7 +27,7 @@ def test_yaml_and_python_form_of_gsm8k_are_one_run() -> None:
 
 @pytest.mark.parametrize("path", SYNTHETIC, ids=lambda path: path.name)
 def test_dry_run_starts_nothing_and_shows_the_plan(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(path), "--dry-run", "seed=7"]) == 0
+    assert main(["train", str(path), "--dry-run", "seed=7", "num_cpus=2"]) == 0
     shown = capsys.readouterr().out
     assert "seed: 7" in shown
     assert "rollout/0" in shown

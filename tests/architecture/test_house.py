@@ -43,7 +43,7 @@ NOT_FOR_SETTINGS = (
 )
 
 
-def run_tool(*command: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
+def run_tool(*command: str, timeout_s: float = 900) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -176,7 +176,7 @@ def test_models_refuse_unknown_keys_or_say_that_servers_may_send_more() -> None:
                 assert model.model_config.get("extra") in known, f"{module.__name__}.{model.__name__}"
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "command",
     [

@@ -287,11 +287,11 @@ async def test_a_local_function_that_hangs_times_out_and_the_next_one_runs() -> 
             let_go.wait()
         return {"score": 1.0}
 
-    judger = NativeJudger("mine", hang_once, request_timeout=0.05)
+    judger = NativeJudger("mine", hang_once, request_timeout=1.0)
     states = [make_state("hang", rollout_id=0), *(make_state("fine") for _ in range(3))]
     await asyncio.gather(*map(judger.judge, states))
     assert [state.extra_fields["judgement"]["outcome"] for state in states] == ["timeout", "ok", "ok", "ok"]
-    assert "no reward within 0.05 s" in str(states[0].error_msg)
+    assert "no reward within 1 s" in str(states[0].error_msg)
     let_go.set()
 
 

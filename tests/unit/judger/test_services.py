@@ -261,13 +261,16 @@ class CountingServer:
     """A model server that says correct, and counts the requests that it has at the same time.
 
     Args:
+        wanted_at_once: It answers nobody before so many are there.
         trickles: Whether it goes on sending white space instead.
     """
 
-    def __init__(self, *, trickles: bool = False) -> None:
+    def __init__(self, *, wanted_at_once: int = 1, trickles: bool = False) -> None:
         self.address = ""
         self.most_at_once = 0
         self._at_once = 0
+        self._wanted_at_once = wanted_at_once
+        self._enough = asyncio.Event()
         self._connections: set[asyncio.Task[None]] = set()
         self._trickles = trickles
         self._body = completion("Verdict: correct").content
@@ -292,7 +295,10 @@ class CountingServer:
                 await reader.readexactly(int(length))
                 self._at_once += 1
                 self.most_at_once = max(self.most_at_once, self._at_once)
-                await asyncio.sleep(0.01)
+                if self._at_once == self._wanted_at_once:
+                    self._enough.set()
+                await self._enough.wait()
+                await asyncio.sleep(0.01)  # whoever comes as well comes now
                 size = 1 << 30 if self._trickles else len(self._body)
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size)
                 while self._trickles:
@@ -352,7 +358,7 @@ class TestLlmJudge:
         assert (await self.judge(Service(completion(text)), config)).reward == reward
 
     async def test_no_more_are_asked_at_once_than_the_settings_say(self) -> None:
-        async with CountingServer() as server:
+        async with CountingServer(wanted_at_once=4) as server:
             config = LlmJudgerConfig(hosts=[server.address], model="m", max_concurrency=4)
             judger = config.build()
             states = await asyncio.gather(*(judger.judge(make_state(str(n))) for n in range(20)))
