@@ -77,7 +77,7 @@ class Child:
         self._deliberate = False
         self._has_vanished = False
         self._timers: list[asyncio.TimerHandle] = []
-        fds = (link.childs_end.detach(), os.dup(self.page.fd), os.dup(log_fd))
+        fds = (*link.childs_ends(), os.dup(self.page.fd), os.dup(log_fd))
         server.fork(Birth(request, fds, self._forked, self._exited))
 
     @property

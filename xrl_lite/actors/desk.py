@@ -23,7 +23,7 @@ from xrl_lite.actors.failure import unpack_failure
 from xrl_lite.actors.future import WakeTogether
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.link import Link
-from xrl_lite.actors.wire import Frame, Kind
+from xrl_lite.actors.wire import Frame, FrameReader, Kind
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -134,19 +134,19 @@ class Desk:
         if refusal is not None:
             call.set_exception(refusal())
 
-    def receive(self, link: Link) -> bool:
+    def receive(self, link: Link, reader: FrameReader | None = None) -> bool:
         """Take the replies that have arrived, and send what waited for their slots. Return whether there were any."""
         ended: deque[tuple[Call, Frame]] = deque()
         with self._lock:
             running, counts = self._running, self._counts
             try:
-                frames = link.read()
+                frames = link.read(reader)
             except EOFError:
                 self._hub.post(self._on_broken, link, "it closed its connection to the driver")
                 return False
             except Exception:  # whatever it is, nobody may go on waiting for this child
                 logger.exception("internal error while reading what actor %s sent", self._name)
-                link.at_end = True
+                link.read_no_more()
                 self._hub.post(self._on_broken, link, "the driver could not read what it sent")
                 return False
             for frame in frames:

@@ -33,7 +33,7 @@ from xrl_lite.actors.future import CallFuture, WakeTogether
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.payload import Packed, came_along, pack, send_along
 from xrl_lite.actors.segments import Segment
-from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
+from xrl_lite.actors.wire import EMPTY, Frame, FrameWriter, Kind, SocketReader
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -88,7 +88,7 @@ class _Visitor:
         self._sock = sock
         self._actor = actor
         self._on_end = on_end
-        self._reader = FrameReader(sock)
+        self._reader = SocketReader(sock)
         self._writer = FrameWriter(sock)
         self._calls: dict[int, Call] = {}
         self._options: dict[int, CallOptions] = {}
@@ -238,7 +238,7 @@ class _Connection:
                 self.ended = True
 
     def _read(self) -> None:
-        reader = FrameReader(self._sock)
+        reader = SocketReader(self._sock)
         try:
             while True:
                 frames = reader.read()

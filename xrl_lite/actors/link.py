@@ -1,6 +1,8 @@
-"""The connection between the driver and one child: a socket, and a page on which both mark what happens to calls.
+"""The connection between the driver and one child: socket, pipe for replies, page.
 
-Who polls the socket:
+On the page both sides mark what happens to calls.
+
+Who polls socket and pipe:
     the event loop that sends the calls, as long as all calls under way come from one loop: then an answer takes no
     other thread on its way. Otherwise the hub. In both cases the hub looks after what has lain there for long, since a
     loop may be blocked, or closed with calls under way.
@@ -10,13 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Callable
 
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.slots import SlotPage
-from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
+from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind, PipeReader, SocketReader, reply_pipe
 
 _SOCKET_BYTES = 1 << 20
 _FLUSH_AT = 32
@@ -31,26 +34,32 @@ class Link:
         hub: Hub,
         num_slots: int,
         *,
-        on_readable: Callable[[Link], object],
+        on_readable: Callable[[Link, FrameReader], object],
         on_writable: Callable[[Link], object],
     ) -> None:
         self.page = SlotPage.create(num_slots)
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self.open = True
-        self.at_end = False
         self._hub = hub
         self._on_readable = on_readable
         self._on_writable = on_writable
-        self._sock, self.childs_end = socket.socketpair()
-        for sock in (self._sock, self.childs_end):
+        self._sock, childs_sock = socket.socketpair()
+        for sock in (self._sock, childs_sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        self._reader = FrameReader(self._sock)
+        pipe, childs_pipe = reply_pipe()
+        self._childs_ends = [childs_sock.detach(), childs_pipe]
+        self._readers = (PipeReader(pipe), SocketReader(self._sock))
         self._writer = FrameWriter(self._sock)
         self.flush_due = False
         self._is_full = False
         self.poller: asyncio.AbstractEventLoop = hub.loop
         self._registered: set[asyncio.AbstractEventLoop] = set()
         self._register(hub.loop)
+
+    def childs_ends(self) -> tuple[int, ...]:
+        """Hand over the descriptors of the child: its end of the socket, and that of the pipe."""
+        ends, self._childs_ends = self._childs_ends, []
+        return tuple(ends)
 
     def send(self, kind: Kind, call_id: int, packed: Packed) -> int:
         """Queue a frame about a call, and return the slot that the call has from now on. `flush` sends it."""
@@ -70,21 +79,32 @@ class Link:
             self._writer.put(kind, call_id, slot, EMPTY)
             self.flush()
 
-    def read(self) -> list[Frame]:
-        """Return the frames that have arrived, none if there is nothing.
+    def read(self, reader: FrameReader | None = None) -> list[Frame]:
+        """Return the frames that have arrived, on pipe and socket unless told which; none if there is nothing.
 
         Raises:
-            EOFError: the child has closed its end. Nobody polls any more.
+            EOFError: nothing is left to read, and the child has closed one of its ends.
         """
-        if not self.open or self.at_end:
-            return []
-        try:
-            return self._reader.read(socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return []
-        except EOFError:
-            self.at_end = True
-            raise
+        frames: list[Frame] = []
+        ended: list[FrameReader] = []
+        for source in self._readers if reader is None else (reader,):
+            if self.open and not source.at_end:
+                try:
+                    frames += source.read(socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    pass
+                except EOFError:
+                    ended.append(source)
+        if ended and not frames:
+            for source in ended:
+                source.at_end = True
+            raise EOFError
+        return frames
+
+    def read_no_more(self) -> None:
+        """Leave whatever comes unread."""
+        for reader in self._readers:
+            reader.at_end = True
 
     def flush(self) -> None:
         """Send what is queued."""
@@ -115,10 +135,11 @@ class Link:
             self._register(loop)
 
     def close(self) -> None:
-        """Close the socket, as soon as no loop polls it any more (hub)."""
+        """Close socket and pipe, as soon as no loop polls them any more (hub)."""
         self.open = False
         self._writer.clear()
-        self._reader.close()
+        for fd in self.childs_ends():
+            os.close(fd)
         self._hub.loop.remove_writer(self._sock)
         for loop in list(self._registered):
             if loop is self._hub.loop or not loop.is_running():
@@ -129,25 +150,32 @@ class Link:
         self._close_if_unused()
 
     def _register(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.open and not self.at_end and loop not in self._registered:
+        if self.open and loop not in self._registered:
             self._registered.add(loop)
-            loop.add_reader(self._sock, self._readable, loop)
+            for reader in self._readers:
+                if not reader.at_end:
+                    loop.add_reader(reader.fileno(), self._readable, loop, reader)
 
-    def _readable(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.open and not self.at_end and loop is self.poller:
-            self._on_readable(self)
-        else:
+    def _readable(self, loop: asyncio.AbstractEventLoop, reader: FrameReader) -> None:
+        if loop is not self.poller or not self.open:
             self._unregister(loop)
+        elif reader.at_end:
+            loop.remove_reader(reader.fileno())
+        else:
+            self._on_readable(self, reader)
 
     def _unregister(self, loop: asyncio.AbstractEventLoop) -> None:
-        # before the socket is closed: a closed descriptor stays in the selector and swallows the events of the next one
+        # before they are closed: a closed descriptor stays in the selector and swallows the events of the next one
         if loop in self._registered and not loop.is_closed():
-            loop.remove_reader(self._sock)
+            for reader in self._readers:
+                loop.remove_reader(reader.fileno())
         self._registered.discard(loop)
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if not self.open and not self._registered:
+        if not self.open and not self._registered and self._sock.fileno() >= 0:
+            for reader in self._readers:
+                reader.close()
             self._sock.close()
 
     def _flush_when_writable(self) -> None:

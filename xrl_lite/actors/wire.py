@@ -1,16 +1,22 @@
-"""Frames on the socket between the driver and a child.
+"""Frames between the driver and a child: on a socket, and on a pipe for replies.
 
 A frame is a header of 12 bytes and a body of at most some 10 KB; what is larger lies in a segment, whose descriptor
 travels with the frame. So neither side ever waits for the other to take a large message, and nothing can lock up.
+Descriptors travel on sockets only. All other replies take the pipe: many small messages, each written at once, cost it
+a third of what they cost a socket, and their reader next to nothing; and like a socket it keeps what was written when
+the writer dies.
 The number of the call stands outside the pickle: a body that does not unpickle fails one call and nothing else.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
+import fcntl
 import os
 import socket
 import struct
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,6 +28,7 @@ _HEADER = struct.Struct("<IIHBB")  # length of the body, call, slot, kind, numbe
 _HEADER_BYTES = _HEADER.size
 _OWN_SEGMENT = 0x80
 _BUFFER_BYTES = 256 * 1024
+_PIPE_BYTES = 256 * 1024
 _ANCILLARY_BYTES = socket.CMSG_SPACE(4 * 250)
 _SEND_BYTES = 256 * 1024
 _MAX_PARTS = 1024  # what the kernel takes in one call
@@ -63,69 +70,126 @@ EMPTY = Packed(b"")
 _KINDS = {int(kind): kind for kind in Kind}
 
 
-class FrameReader:
-    """Cuts what arrives on a stream socket into frames."""
+class FrameReader(ABC):
+    """Cuts what arrives into frames."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, fd: int) -> None:
+        self.at_end = False
+        """Set by its owner when nothing more is to be read."""
+        self._fd = fd
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._have = 0
-        self._fds: deque[int] = deque()
-        self._mappings = Mappings()
+
+    def fileno(self) -> int:
+        """Return the descriptor to poll."""
+        return self._fd
 
     def read(self, flags: int = 0) -> list[Frame]:
         """Receive once and return the frames that are complete now.
 
         Raises:
             EOFError: the other side is gone.
-            BlockingIOError: nothing is there, with ``MSG_DONTWAIT``.
+            BlockingIOError: nothing is there, and reading does not wait.
         """
         have = self._have
-        room = self._buffer[have:] if have else self._buffer
-        try:
-            count, ancillary, _, _ = self._sock.recvmsg_into([room], _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError as error:
-            raise EOFError from error
-        if ancillary:
-            self._take_descriptors(ancillary)
+        count = self._receive(self._buffer[have:] if have else self._buffer, flags)
         if count == 0:
             raise EOFError
         self._have = have + count
         return self._cut()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the descriptors that it owns."""
+
+    @abstractmethod
+    def _receive(self, room: memoryview, flags: int) -> int:
+        """Fill `room` as far as there is something, and return how far."""
+
+    def _cut(self) -> list[Frame]:
+        frames: list[Frame] = []
+        have, at = self._have, 0
+        data = bytes(self._buffer[:have])  # once for all, as slices of bytes cost less than those of a view
+        while have - at >= _HEADER_BYTES:
+            length, call_id, slot, kind, flags = _HEADER.unpack_from(data, at)
+            begin = at + _HEADER_BYTES
+            if begin + length > have:
+                break
+            at = begin + length
+            body = data[begin:at]
+            packed = self._with_segments(body, flags) if flags else Packed(body)
+            frames.append(Frame(_KINDS[kind], call_id, slot, packed))
+        if at:
+            self._have = have - at
+            self._buffer[: self._have] = data[at:]
+        return frames
+
+    def _with_segments(self, body: bytes, flags: int) -> Packed:
+        raise ValueError(f"a frame of {len(body)} bytes speaks of descriptors ({flags}), and none can come this way")
+
+
+class PipeReader(FrameReader):
+    """Reads a pipe, which it owns. Whether reading waits is up to the pipe; flags say nothing here."""
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _receive(self, room: memoryview, flags: int) -> int:
+        return os.readv(self._fd, [room])
+
+
+class SocketReader(FrameReader):
+    """Reads a stream socket, which it does not own, with the descriptors that come along."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(sock.fileno())
+        self._sock = sock
+        self._fds: deque[int] = deque()
+        self._mappings = Mappings()
 
     def close(self) -> None:
         """Close descriptors that belong to frames which never became complete."""
         while self._fds:
             os.close(self._fds.popleft())
 
-    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]]) -> None:
+    def _receive(self, room: memoryview, flags: int) -> int:
+        try:
+            count, ancillary, _, _ = self._sock.recvmsg_into([room], _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+        except ConnectionError as error:
+            raise EOFError from error
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 fds = array.array("i")
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 self._fds.extend(fds)
-
-    def _cut(self) -> list[Frame]:
-        frames: list[Frame] = []
-        buffer, have, at = self._buffer, self._have, 0
-        while have - at >= _HEADER_BYTES:
-            length, call_id, slot, kind, flags = _HEADER.unpack_from(buffer, at)
-            begin = at + _HEADER_BYTES
-            if begin + length > have:
-                break
-            at = begin + length
-            body = bytes(buffer[begin:at])
-            packed = self._with_segments(body, flags) if flags else Packed(body)
-            frames.append(Frame(_KINDS[kind], call_id, slot, packed))
-        if at:
-            self._have = have - at
-            if self._have:
-                buffer[: self._have] = bytes(buffer[at:have])
-        return frames
+        return count
 
     def _with_segments(self, body: bytes, flags: int) -> Packed:
         segments = tuple(Segment.received(self._fds.popleft(), self._mappings) for _ in range(flags & ~_OWN_SEGMENT))
         return Packed(body, segments, bool(flags & _OWN_SEGMENT))
+
+
+def reply_pipe() -> tuple[int, int]:
+    """Return both ends of a pipe for replies. Reading does not wait; writing does, until there is room."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(reading, False)
+    with contextlib.suppress(OSError):  # users may have so much memory in pipes and no more; the usual 64 KB do as well
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return reading, writing
+
+
+class PipeWriter:
+    """Writes frames without descriptors on a pipe."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def send(self, kind: Kind, call_id: int, slot: int, body: bytes) -> None:
+        """Write one frame, waiting for room."""
+        data = _HEADER.pack(len(body), call_id, slot, kind, 0) + body
+        written = os.write(self._fd, data)
+        while written < len(data):  # a signal came between
+            written += os.write(self._fd, memoryview(data)[written:])
 
 
 class FrameWriter:

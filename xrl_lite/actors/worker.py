@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from xrl_lite.actors.failure import describe, pack_failure, unsendable
 from xrl_lite.actors.payload import Packed, pack, unpack
 from xrl_lite.actors.slots import HEARTBEAT_S, MethodKind, SlotPage
-from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind
+from xrl_lite.actors.wire import EMPTY, Frame, FrameWriter, Kind, PipeWriter, SocketReader
 from xrl_lite.actors.zygote import INTERRUPT_SIGNAL
 from xrl_lite.errors import PayloadError
 
@@ -55,9 +55,9 @@ class Work:
     kwargs: Mapping[str, Any]
 
 
-def serve(sock: socket.socket, page: SlotPage, *, max_concurrency: int) -> NoReturn:
+def serve(sock: socket.socket, replies_fd: int, page: SlotPage, *, max_concurrency: int) -> NoReturn:
     """Be an actor until the driver says stop, or is gone."""
-    line = _Line(sock)
+    line = _Line(sock, replies_fd)
     first = line.receive()
     assert first.kind is Kind.INIT
     page.start(first.slot, MethodKind.SYNC)
@@ -65,7 +65,7 @@ def serve(sock: socket.socket, page: SlotPage, *, max_concurrency: int) -> NoRet
     if isinstance(made, Packed):
         line.reply(first, (Kind.ERROR, made))
         line.wait_for_the_end()
-    line.reply(first, (Kind.RESULT, pack(None, name="result")))
+    line.reply(first, _RETURNED_NOTHING)
     runner = _SyncRunner(made.target, page)
     signal.signal(INTERRUPT_SIGNAL, runner.interrupt)
     if _has_async_methods(made.target):
@@ -100,12 +100,13 @@ def _is_async(method: object) -> bool:
 
 
 class _Line:
-    """The socket to the driver."""
+    """The socket to the driver, and the pipe for replies without descriptors."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, replies_fd: int) -> None:
         self.sock = sock
-        self.reader = FrameReader(sock)
+        self.reader = SocketReader(sock)
         self._writer = FrameWriter(sock)
+        self._pipe = PipeWriter(replies_fd)
         self._lock: threading.Lock | None = None
 
     def share(self) -> None:
@@ -120,15 +121,20 @@ class _Line:
 
     def reply(self, frame: Frame, outcome: Outcome) -> None:
         """Send the outcome of a call, waiting for room: the driver always reads."""
-        kind, packed = outcome
         try:
             if self._lock is None:
-                self._writer.send(kind, frame.call_id, frame.slot, packed)
+                self._send(frame, *outcome)
             else:
                 with self._lock:
-                    self._writer.send(kind, frame.call_id, frame.slot, packed)
+                    self._send(frame, *outcome)
         except OSError:  # the driver is gone
             os._exit(1)
+
+    def _send(self, frame: Frame, kind: Kind, packed: Packed) -> None:
+        if packed.segments:
+            self._writer.send(kind, frame.call_id, frame.slot, packed)
+        else:
+            self._pipe.send(kind, frame.call_id, frame.slot, packed.body)
 
     def wait_for_the_end(self) -> NoReturn:
         """Do nothing more until the driver ends this process."""
@@ -296,8 +302,13 @@ def unpack_call(frame: Frame) -> Work:
     return Work(frame, name, args, kwargs)
 
 
+_RETURNED_NOTHING: Outcome = (Kind.RESULT, pack(None, name="result"))
+
+
 def pack_result(result: object, method: str) -> Outcome:
     """Pickle what a method returned; where that fails, the call fails."""
+    if result is None:
+        return _RETURNED_NOTHING
     try:
         return Kind.RESULT, pack(result, name="result")
     except PayloadError as error:

@@ -51,7 +51,7 @@ CORES_VARIABLE = "XRL_LITE_CORES"
 
 @dataclass(frozen=True, slots=True)
 class ForkRequest:
-    """What a child is to be like. Its descriptors come along: socket, slot page, log."""
+    """What a child is to be like. Its descriptors come along: socket, pipe for replies, slot page, log."""
 
     token: int
     """Chosen by the driver; names this request in the answers."""
@@ -147,7 +147,7 @@ class _Zygote:
 
     def _take_request(self) -> None:
         try:
-            message, fds, _, _ = socket.recv_fds(self._control, 16, 4, socket.MSG_CMSG_CLOEXEC)
+            message, fds, _, _ = socket.recv_fds(self._control, 16, 5, socket.MSG_CMSG_CLOEXEC)
         except ConnectionError:
             message, fds = b"", []
         if not message:
@@ -256,7 +256,7 @@ def parent_of(pid: int) -> int:
         return 0
 
 
-def become_actor(request: ForkRequest, socket_fd: int, page_fd: int, log_fd: int) -> NoReturn:
+def become_actor(request: ForkRequest, socket_fd: int, replies_fd: int, page_fd: int, log_fd: int) -> NoReturn:
     """Turn a freshly forked process into an actor."""
     from xrl_lite.actors.slots import SlotPage
     from xrl_lite.actors.worker import serve
@@ -280,7 +280,7 @@ def become_actor(request: ForkRequest, socket_fd: int, page_fd: int, log_fd: int
     _limit_threads(request.num_threads)
     seed_generators(f"{request.seed}:{request.name}:{request.incarnation}")
     page = SlotPage(page_fd, request.num_slots)
-    serve(socket.socket(fileno=socket_fd), page, max_concurrency=request.max_concurrency)
+    serve(socket.socket(fileno=socket_fd), replies_fd, page, max_concurrency=request.max_concurrency)
 
 
 def _redirect_output(log_fd: int) -> None:
