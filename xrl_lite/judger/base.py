@@ -15,7 +15,6 @@ there, a list where one output belongs.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from string import digits
@@ -322,6 +321,8 @@ async def within(limit_s: float, judge: Callable[[Any], Any], payload: Any) -> A
 
 def _is_of_reward_code(error: BaseException) -> bool:
     """Return whether it is meant for the judgement alone, and not to stop the task, the coroutine or the program."""
+    import asyncio  # where configs are read nothing else needs it
+
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is not None and not task.cancelling()
