@@ -110,6 +110,74 @@ async def test_partial_credit_is_the_share_of_tests_passed(code: str, label: Any
     assert (result["score"], result["passed"], result["total"]) == (0.5, 1, 2)
 
 
+BUSY = """
+import time
+def add(a, b):
+    start = time.process_time()
+    while time.process_time() - start < (60 if a == 20 else 0.4):
+        pass
+    return a + b
+"""
+MANY_CALLS = {"inputs": [[n, 2] for n in (1, 2, 3, 20, 5)], "outputs": [3, 4, 5, 22, 7], "fn_name": "add"}
+MANY_ASSERTS = [f"assert add({n}, 2) == {n + 2}" for n in (1, 2, 3, 20, 5)]
+
+
+@pytest.mark.parametrize("label", [MANY_CALLS, MANY_ASSERTS])
+async def test_limits_are_those_of_each_test(label: Any) -> None:
+    limits = SandboxLimits(cpu_time_s=1, wall_time_s=20.0)
+    result = reward(await judge(BUSY, label, limits=limits, partial_credit=True))
+    assert (result["passed"], result["total"]) == (4, 5)
+    assert result["reason"].startswith("test 3: used too much CPU time")
+
+
+@pytest.mark.parametrize("label", [MANY_CALLS, MANY_ASSERTS])
+@pytest.mark.parametrize("end", ["os._exit(0)", "sys.exit(0)", "ctypes.string_at(0)"])
+async def test_a_test_that_ends_the_process_costs_no_other_test(label: Any, end: str) -> None:
+    code = f"import ctypes, os, sys\ndef add(a, b):\n    if a == 2: {end}\n    return a + b"
+    result = reward(await judge(code, label, partial_credit=True))
+    assert (result["passed"], result["total"]) == (4, 5)
+    assert result["reason"].startswith("test 1: ")
+
+
+@pytest.mark.parametrize("label", [CALLS, ASSERTS])
+async def test_what_the_code_writes_is_no_verdict(label: Any) -> None:
+    code = (
+        "import os\nfor fd in range(1, 64):\n    try: os.write(fd, b'{\"value\": 3}\\n' * 9)\n    except OSError: pass"
+    )
+    assert reward(await judge(code, label, partial_credit=True))["passed"] == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [
+        ("print(floor(sqrt(int(input()))))", {"inputs": ["17"], "outputs": ["4"]}),
+        (
+            "def add(a: List[int]) -> int:\n    return sum(a)",
+            {"inputs": ["[1, 2]"], "outputs": ["3"], "fn_name": "add"},
+        ),
+        ("def add(n):\n    return n and 1 + add(n - 1)", {"inputs": [[5000]], "outputs": [5000], "fn_name": "add"}),
+        ("def add(a):\n    return Counter(a)[1]", ["assert add([1, 1]) == 2"]),
+        (
+            "from __future__ import annotations\nprint(pow(2, 3, 5), compile.__module__)",
+            {"inputs": [""], "outputs": ["3 builtins"]},
+        ),
+    ],
+)
+async def test_usual_names_need_no_import_if_so_asked(code: str, label: Any) -> None:
+    with_imports = await judge(code, label, common_imports=True)
+    assert reward(with_imports)["score"] == 1.0, reward(with_imports)["reason"]
+    if "__future__" not in code:
+        assert reward(await judge(code, label))["score"] == 0.0
+
+
+@pytest.mark.parametrize(("expected", "score"), [([3], 1.0), (3, 1.0), ([3, 4], 0.0), ([[3]], 0.0)])
+async def test_an_expected_value_may_stand_in_a_list_of_its_own(expected: Any, score: float) -> None:
+    label = {"inputs": [[1, 2]], "outputs": [expected], "fn_name": "add"}
+    assert reward(await judge(RIGHT_FUNCTION, label))["score"] == score
+    as_text = {"inputs": ["1\n2"], "outputs": [json.dumps(expected)], "fn_name": "add"}
+    assert reward(await judge(RIGHT_FUNCTION, as_text))["score"] == float(expected == 3)
+
+
 async def test_only_the_first_tests_are_run_if_so_asked() -> None:
     assert reward(await judge(HALF_FUNCTION, ASSERTS, max_tests=1))["score"] == 1.0
 
@@ -167,6 +235,8 @@ async def test_it_runs_in_workers_and_a_cancelled_one_leaves_nothing(system: Act
         ("```\na\n```", "a\n"),
         ("```python\na\n```\nNo:\n```py\nb\n```", "b\n"),
         ("```python\na\n```\n```json\n{}\n```", "a\n"),
+        ("```python\na\n```\nIt prints:\n```\n4\n```", "a\n"),
+        ("1. So:\n   ```python\n   if a:\n     b\n   ```\n", "if a:\n  b\n"),
         ("```python\na", None),
         ("a", None),
     ],
@@ -181,6 +251,7 @@ def test_the_last_closed_python_block_is_read(response: str, code: str | None) -
         ([{"input": "1", "output": "2"}], StdinTest("1", "2")),
         ({"tests": ["assert 1"]}, AssertTest("assert 1")),
         ({"inputs": [["a", "b"]], "outputs": ["c"]}, StdinTest("a\nb", "c")),
+        ({"inputs": [[1]], "outputs": [[2]], "fn_name": "f"}, CallTest("f", [1], [2], may_be_wrapped=True)),
         ({"inputs": ['[1]\n"x"'], "outputs": ["true"], "fn_name": "f"}, CallTest("f", [[1], "x"], True)),
         ({"inputs": ['"\u2028"\r\n"x"'], "outputs": ["true"], "fn_name": "f"}, CallTest("f", ["\u2028", "x"], True)),
         ("[1][0] == 1 or exit(1)", AssertTest("[1][0] == 1 or exit(1)")),

@@ -34,6 +34,7 @@ JUDGER_OF_DATA_SOURCE = {
 
 _SETTINGS: dict[str, dict[str, Any]] = {
     "dapo_math": {"eos_token": ["<|im_end|>", "<|endoftext|>", "</s>"], "enable_overlong_buffer": False},
+    "code": {"common_imports": True},
     # sympy may take for ever, and only a process can be ended
     "math": {"cpu_resources": {"num_workers": 1, "num_cpus_per_worker": 0.25}},
 }

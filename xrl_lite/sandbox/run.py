@@ -76,6 +76,11 @@ class SandboxResult:
         """Whether it exited with code 0."""
         return self.exit_code == 0
 
+    @property
+    def met_limit(self) -> bool:
+        """Whether it was ended because it had used up its time or its output."""
+        return self.ending in (Ending.WALL_TIME, Ending.CPU_TIME, Ending.OUTPUT)
+
     def explain(self) -> str:
         """Say how it ended, in a few words."""
         match self.ending:

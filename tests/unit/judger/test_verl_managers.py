@@ -87,6 +87,7 @@ def test_incomplete_settings_are_refused(settings: dict[str, Any], says: str) ->
         ("searchR1_nq", "<answer>The Hague.</answer>", {"target": ["Amsterdam", "hague"]}, 1.0),
         ("searchR1_nq", "<answer>Rome</answer>", {"target": "Paris"}, 0.0),
         ("codeforces", "```python\nprint(input())\n```", {"inputs": ["1"], "outputs": ["1"]}, 1.0),
+        ("apps", "```python\nprint(sqrt(4))\n```", {"inputs": [""], "outputs": ["2.0"]}, 1.0),
     ],
 )
 async def test_the_default_scorer_goes_by_the_data_source(

@@ -7,11 +7,12 @@ import math
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from textwrap import dedent
 from time import monotonic
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 from pydantic import Field
@@ -26,41 +27,60 @@ from xrl_lite.judger.outcome import JudgementPolicy, JudgerInputError, Unsupport
 from xrl_lite.sandbox import Ending, Sandbox, SandboxError, SandboxLimits, SandboxResult, python_command
 
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_LANGUAGES = ("python", "py", "python3", "")
+_LANGUAGES = ("python", "py", "python3")
 _MARGIN_S = 15.0
 _SHOWN = 200
 _TOLERANCE = 1e-6
 
-CALL_RUNNER = """\
-import json, os, sys
-answers = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-work = json.load(sys.stdin)
-module = {"__name__": "solution"}
-exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"), module)
-name = work["function"]
-owner = module["Solution"]() if "Solution" in module else None
-function = module.get(name) or getattr(owner, name, None) or sys.exit(f"there is no function {name!r}")
-for arguments in work["arguments"]:
-    try:
-        answer = json.dumps({"value": function(*arguments)}, default=list)
-    except Exception as error:
-        answer = json.dumps({"error": repr(error)})
-    answers.write(answer + "\\n")
-    answers.flush()
+T = TypeVar("T")
+
+_COMMON_MODULES = (
+    *("bisect", "collections", "copy", "datetime", "functools", "heapq", "io", "itertools", "json", "math", "operator"),
+    *("random", "re", "statistics", "string", "sys", "time", "typing"),
+)
+COMMON_IMPORTS = "".join(
+    [
+        *(f"from {name} import *\n" for name in _COMMON_MODULES),
+        *(f"import {name}\n" for name in _COMMON_MODULES),
+        "from builtins import *\n",  # some of the modules have names like open and pow
+        "sys.setrecursionlimit(600_000)\n",
+    ]
+)
+
+PROGRAM_RUNNER = """\
+exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"))
 """
 
-ASSERT_RUNNER = """\
+_LOAD = """\
 import json, os, sys
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 work = json.load(sys.stdin)
 module = {"__name__": "solution"}
+exec(work["imports"], module)
 exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"), module)
+"""
+
+CALL_RUNNER = f"""\
+{_LOAD}
+name = work["function"]
+owner = module["Solution"]() if "Solution" in module else None
+function = module.get(name) or getattr(owner, name, None) or sys.exit(f"there is no function {{name!r}}")
+print(work["word"], file=answers, flush=True)
+for arguments in work["arguments"]:
+    try:
+        answer = json.dumps({{"value": function(*arguments)}}, default=list)
+    except Exception as error:
+        answer = json.dumps({{"error": repr(error)}})
+    print(work["word"], answer, file=answers, flush=True)
+"""
+
+ASSERT_RUNNER = f"""\
+{_LOAD}
+print(work["word"], file=answers, flush=True)
 for number, test in enumerate(work["tests"]):
-    exec(compile(test, f"test {number}", "exec"), module)
-    answers.write(work["word"] + "\\n")
-    answers.flush()
+    exec(compile(test, f"test {{number}}", "exec"), module)
+    print(work["word"], file=answers, flush=True)
 """
 
 
@@ -79,6 +99,8 @@ class CallTest:
     function: str
     arguments: Sequence[Any]
     expected: Any
+    may_be_wrapped: bool = False
+    """Whether `expected` may be a list around what is returned, as it is in APPS and TACO."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +147,15 @@ def read_tests(label: Any) -> Tests:
 
 
 def extract_code(response: str, *, needs_fence: bool = True) -> str | None:
-    """Return the last closed Python code block of a response; without one, all of it or None."""
-    blocks = [code for language, code in _FENCE.findall(response) if language.lower() in _LANGUAGES]
-    if blocks:
-        return blocks[-1]
+    """Return the last closed Python code block of a response; without one, all of it or None.
+
+    A block without a language counts as Python where no other block says that it is.
+    """
+    blocks: list[tuple[str, str]] = _FENCE.findall(response)
+    for languages in (_LANGUAGES, ("",)):
+        codes = [code for language, code in blocks if language.lower() in languages]
+        if codes:
+            return dedent(codes[-1]) if codes[-1].lstrip("\n")[:1].isspace() else codes[-1]
     return None if needs_fence or "```" in response else response
 
 
@@ -147,6 +174,7 @@ class CodeJudger(Judger):
         partial_credit: Whether the score is the share of tests passed; otherwise all have to.
         max_tests: Run so many tests only, the first ones.
         needs_fence: Whether code must stand in a code block.
+        common_imports: Whether code may use names of usual standard modules without importing them.
     """
 
     limits_itself = True
@@ -161,6 +189,7 @@ class CodeJudger(Judger):
         partial_credit: bool = False,
         max_tests: int | None = None,
         needs_fence: bool = True,
+        common_imports: bool = False,
     ) -> None:
         super().__init__(judger_name)
         self._sandbox = Sandbox(limits)
@@ -169,6 +198,7 @@ class CodeJudger(Judger):
         self._partial_credit = partial_credit
         self._max_tests = max_tests
         self._needs_fence = needs_fence
+        self._imports = COMMON_IMPORTS if common_imports else ""
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return response and label."""
@@ -222,12 +252,15 @@ class CodeJudger(Judger):
         return await self._run_asserts(code, cast("Sequence[AssertTest]", tests), deadline)
 
     async def _run_programs(self, code: str, tests: Sequence[StdinTest], deadline: float) -> tuple[int, str]:
+        files = {"main.py": code}
+        if self._imports:
+            files = {"main.py": self._imports + PROGRAM_RUNNER, "solution.py": code}
         passed, reason = 0, ""
         for number, test in enumerate(tests):
             if (left_s := deadline - monotonic()) <= 0:
                 reason = reason or f"test {number}: no time left"
                 break
-            result = await self._run({"main.py": code}, stdin=test.stdin, wall_time_s=left_s)
+            result = await self._run(files, stdin=test.stdin, wall_time_s=left_s)
             if result.is_success and same_output(result.stdout, test.expected):
                 passed += 1
                 continue
@@ -237,37 +270,63 @@ class CodeJudger(Judger):
         return passed, reason
 
     async def _run_calls(self, code: str, tests: Sequence[CallTest], deadline: float) -> tuple[int, str]:
-        work = {"function": tests[0].function, "arguments": [test.arguments for test in tests]}
-        files = {"main.py": CALL_RUNNER, "solution.py": code}
-        result = await self._run(files, stdin=json.dumps(work), wall_time_s=deadline - monotonic())
-        answers = [_read_json(line) for line in split_lines(result.stdout)]
-        passed, reason = 0, ""
-        for number, test in enumerate(tests):
-            if number >= len(answers):
-                reason = reason or f"test {number}: {_why(result)}"
-            elif _is_answer(answers[number], test.expected):
-                passed += 1
-            else:
-                reason = reason or f"test {number}: {answers[number]!r:.80}, expected {test.expected!r:.80}"
-        return passed, reason
+        def verdict(text: str, test: CallTest) -> str:
+            answer = _read_json(text)
+            return "" if _is_answer(answer, test) else f"{answer!r:.80}, expected {test.expected!r:.80}"
+
+        def work(left: Sequence[CallTest]) -> dict[str, Any]:
+            return {"function": left[0].function, "arguments": [test.arguments for test in left]}
+
+        return await self._run_in_turns(CALL_RUNNER, code, tests, deadline, work=work, verdict=verdict)
 
     async def _run_asserts(self, code: str, tests: Sequence[AssertTest], deadline: float) -> tuple[int, str]:
-        """Run test after test; one that fails ends the run, so with partial credit the others get another."""
-        passed, reason = 0, ""
-        left = [test.source for test in tests]
-        while left and (left_s := deadline - monotonic()) > 0:
+        def work(left: Sequence[AssertTest]) -> dict[str, Any]:
+            return {"tests": [test.source for test in left]}
+
+        return await self._run_in_turns(ASSERT_RUNNER, code, tests, deadline, work=work, verdict=lambda *_: "")
+
+    async def _run_in_turns(
+        self,
+        runner: str,
+        code: str,
+        tests: Sequence[T],
+        deadline: float,
+        *,
+        work: Callable[[Sequence[T]], dict[str, Any]],
+        verdict: Callable[[str, T], str],
+    ) -> tuple[int, str]:
+        """Run the tests in one process, and in another one from where a test or a limit ended it.
+
+        Limits are those of one test: one that shared its process with others when it met a limit is run again.
+
+        Args:
+            runner: The program around the code; it writes a line once the code is loaded, and one for each test, all of
+                which begin with a secret word.
+            code: The code.
+            tests: All tests.
+            deadline: When to stop.
+            work: Returns what the runner is given for tests.
+            verdict: Returns why a test failed, or nothing, by what the line about it says behind the word.
+        """
+        passed, reason, at = 0, "", 0
+        while at < len(tests) and (left_s := deadline - monotonic()) > 0:
             word = secrets.token_hex(16)  # code that does not look for it cannot say it
-            files = {"main.py": ASSERT_RUNNER, "solution.py": code}
-            result = await self._run(files, stdin=json.dumps({"tests": left, "word": word}), wall_time_s=left_s)
-            good = result.stdout.splitlines().count(word)
-            passed += good
-            if good >= len(left):
+            given = {**work(tests[at:]), "word": word, "imports": self._imports}
+            files = {"main.py": runner, "solution.py": code}
+            result = await self._run(files, stdin=json.dumps(given), wall_time_s=left_s)
+            whole_lines = split_lines(result.stdout.rpartition("\n")[0])
+            is_loaded, *said = [line.removeprefix(word) for line in whole_lines if line.startswith(word)] or [None]
+            for text, test in zip(said, tests[at:], strict=False):
+                why = verdict(text, test)
+                passed += not why
+                reason = reason or (why and f"test {at}: {why}")
+                at += 1
+            if at < len(tests) and not (result.met_limit and said):
+                reason = reason or f"test {at}: {_why(result)}"
+                at += 1
+            if is_loaded is None or (reason and not self._partial_credit):
                 return passed, reason
-            reason = reason or f"test {passed}: {_why(result)}"
-            left = left[good + 1 :]
-            if not self._partial_credit:
-                break
-        return passed, reason
+        return passed, reason or ("" if at == len(tests) else f"test {at}: no time left")
 
     async def _run(self, files: Mapping[str, str], *, stdin: str, wall_time_s: float) -> SandboxResult:
         result = await self._sandbox.run_async(
@@ -302,6 +361,10 @@ class CodeJudgerConfig(JudgerConfig):
     needs_fence: bool = True
     """Whether code must stand in a code block; if not, a response without one is code as a whole."""
 
+    common_imports: bool = False
+    """Whether code may use names of usual standard modules (math, collections, typing, ..) without importing them, as
+    solutions of APPS, TACO and Codeforces do; set for these data sources where the settings name no judger."""
+
     @property
     def policy(self) -> JudgementPolicy:
         """The policy, with time for building sandboxes."""
@@ -334,6 +397,7 @@ class CodeJudgerConfig(JudgerConfig):
             partial_credit=self.partial_credit,
             max_tests=self.max_tests,
             needs_fence=self.needs_fence,
+            common_imports=self.common_imports,
         )
 
 
@@ -354,9 +418,14 @@ def _same_word(given: str, expected: str) -> bool:
         return False
 
 
-def _is_answer(answer: Any, expected: Any) -> bool:
+def _is_answer(answer: Any, test: CallTest) -> bool:
     values = cast("dict[str, Any]", answer) if isinstance(answer, dict) else dict[str, Any]()
-    return "value" in values and _same_value(values["value"], expected)
+    if "value" not in values:
+        return False
+    right = [test.expected]
+    if test.may_be_wrapped and isinstance(test.expected, list) and len(cast("list[Any]", test.expected)) == 1:
+        right.append(test.expected[0])
+    return any(_same_value(values["value"], each) for each in right)
 
 
 def _same_value(given: Any, expected: Any) -> bool:
@@ -423,7 +492,7 @@ def _read_call(name: str, given: Any, expected: Any) -> CallTest:
     """Read a call whose arguments are a list, or a text with one JSON value on each line."""
     if isinstance(given, str):
         return CallTest(name, [_read_json(line) for line in split_lines(given)], _read_json(expected))
-    return CallTest(name, given, expected)
+    return CallTest(name, given, expected, may_be_wrapped=True)
 
 
 def _read_json(text: Any) -> Any:
