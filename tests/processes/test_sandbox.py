@@ -62,6 +62,12 @@ def test_the_input_is_no_file_that_the_program_writes(max_file_bytes: int) -> No
     ("source", "ending", "says"),
     [
         pytest.param("while True: pass", Ending.CPU_TIME, "", id="endless"),
+        pytest.param(
+            "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+            Ending.CPU_TIME,
+            "",
+            id="endless, and deaf to the limit",
+        ),
         pytest.param("bytearray(1 << 30)", Ending.EXITED, "MemoryError", id="memory"),
         pytest.param("import ctypes; ctypes.string_at(0)", Ending.SIGNALLED, "", id="segfault"),
         pytest.param("while True: print('x' * 1000)", Ending.OUTPUT, "", id="output"),

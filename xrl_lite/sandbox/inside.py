@@ -190,8 +190,10 @@ def _be_program(spec: dict[str, Any], report_fd: int, held: list[str]) -> None:
         for name, value in {**spec["limits"], "RLIMIT_NPROC": spec["max_processes"] + others}.items():
             which = getattr(resource, name)
             ceiling = resource.getrlimit(which)[1]
-            lowest = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
-            resource.setrlimit(which, (lowest, lowest))
+            hard = value + (name == "RLIMIT_CPU")  # SIGXCPU tells what happened; SIGKILL is for who goes on
+            if ceiling != resource.RLIM_INFINITY:
+                hard = min(hard, ceiling)
+            resource.setrlimit(which, (min(value, hard), hard))
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         _prctl(_PR_SET_NO_NEW_PRIVS, 1)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -243,8 +243,7 @@ class Sandbox:
             if status is None:
                 raise SandboxError("The sandbox was ended from outside while the program ran.")
             ending = Ending.EXITED if os.WIFEXITED(status) else Ending.SIGNALLED
-            is_over_cpu = report["cpu_s"] >= self.limits.cpu_time_s - 0.1
-            if ending is Ending.SIGNALLED and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGXCPU) and is_over_cpu:
+            if ending is Ending.SIGNALLED and self._is_end_by_cpu(os.WTERMSIG(status), report["cpu_s"]):
                 ending = Ending.CPU_TIME
         ended = status if run.cut_short is None else None
         return SandboxResult(
@@ -259,6 +258,10 @@ class Sandbox:
             cpu_time_s=report.get("cpu_s", 0.0),
             isolation=frozenset(report.get("held", ())),
         )
+
+    def _is_end_by_cpu(self, number: int, cpu_s: float) -> bool:
+        """Tell by the signal: the limit goes by ticks, unlike the seconds that are reported. Who ignores it is killed."""
+        return number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= self.limits.cpu_time_s - 0.1)
 
 
 def python_command(*arguments: str) -> list[str]:
