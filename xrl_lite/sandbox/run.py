@@ -260,7 +260,7 @@ class Sandbox:
         )
 
     def _is_end_by_cpu(self, number: int, cpu_s: float) -> bool:
-        """Tell by the signal: the limit goes by ticks, unlike the seconds that are reported. Who ignores it is killed."""
+        """Tell by the signal: the limit goes by ticks, unlike the seconds that are reported. Who ignores it dies."""
         return number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= self.limits.cpu_time_s - 0.1)
 
 
