@@ -32,11 +32,14 @@ JUDGER_OF_DATA_SOURCE = {
 }
 """Data source -> kind of judger, as verl chooses its scorer. A star stands for any ending."""
 
+_QUARTER_CPU = {"num_workers": 1, "num_cpus_per_worker": 0.25}
+"""For what asks sympy, which may take for ever: only a process can be ended."""
+
 _SETTINGS: dict[str, dict[str, Any]] = {
     "dapo_math": {"eos_token": ["<|im_end|>", "<|endoftext|>", "</s>"], "enable_overlong_buffer": False},
     "code": {"common_imports": True},
-    # sympy may take for ever, and only a process can be ended
-    "math": {"cpu_resources": {"num_workers": 1, "num_cpus_per_worker": 0.25}},
+    "math": {"cpu_resources": _QUARTER_CPU},
+    "geo3k": {"cpu_resources": _QUARTER_CPU},
 }
 """What is set of these kinds where nobody else sets it."""
 

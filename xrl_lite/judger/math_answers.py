@@ -10,8 +10,10 @@ from fractions import Fraction
 
 _THOUSANDS = re.compile(r"(?<![\d.,])(\d{1,3}(?:,\d{3})+)(?![\d,])")
 _DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?", re.IGNORECASE)
-_LATEX_FRACTION = re.compile(r"([+-]?)\\frac\{([^{}]+)\}\{([^{}]+)\}")
-_SHORT_FRACTION = re.compile(r"\\frac(\d)(\d)")
+_LATEX_FRACTION = re.compile(r"([+-]?)(\d*)\\frac\{([^{}]+)\}\{([^{}]+)\}")
+_SHORT_FRACTION = re.compile(r"\\frac(\d|\{[^{}]*\})(\d|\{[^{}]*\})")
+_SHORT_ROOT = re.compile(r"\\sqrt(\w)")
+_MIXED = re.compile(r"(?<![\d./])(\d+)\s+(\d+)/(\d+)(?![\d./])")
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|mbox|boxed|fbox)\{([^{}]*)\}")
 _SPACING = re.compile(r"\\[,;:! ]|~|\\quad|\\left|\\right|\\displaystyle")
 _ANSWER_LINE = re.compile(r"answer\s*+(?:is\b|:|=)\s*+[:=]?+\s*+([^\s:=][^\n]*)", re.IGNORECASE)
@@ -67,7 +69,15 @@ def same_answer(given: str, right: str) -> bool:
     if one is not None and other is not None:
         return one == other
     ones, others = _items(first), _items(second)
+    if _differ(_brackets(first), _brackets(second)):
+        return False
     return len(ones) > 1 and len(ones) == len(others) and all(map(same_answer, ones, others))
+
+
+def differ_in_brackets(given: str, right: str) -> bool:
+    """Return whether both are lists of several items, in brackets of different kinds: a point is no interval or set."""
+    first, second = tidy(given), tidy(right)
+    return min(len(_items(first)), len(_items(second))) > 1 and _differ(_brackets(first), _brackets(second))
 
 
 def tidy(answer: str) -> str:
@@ -75,24 +85,41 @@ def tidy(answer: str) -> str:
     text = answer.strip().replace("\N{MINUS SIGN}", "-")
     text = re.sub(r"<\|[^|]*\|>", "", text)
     text = _SPACING.sub("", text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
-    text = _SHORT_FRACTION.sub(r"\\frac{\1}{\2}", text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _WRAPPED.sub(r"\1", text)
-    for mark in ("**", "\\$", "$", "\\(", "\\)", "\\[", "\\]", "\\%", "%", "`", "^{\\circ}", "^\\circ"):
+    for mark in (
+        "**",
+        "\\$",
+        "$",
+        "\\(",
+        "\\)",
+        "\\[",
+        "\\]",
+        "\\%",
+        "%",
+        "`",
+        "^{\\circ}",
+        "^\\circ",
+        "\N{DEGREE SIGN}",
+    ):
         text = text.replace(mark, "")
     text = _THOUSANDS.sub(lambda match: match[1].replace(",", ""), text.replace("{,}", ","))
-    return re.sub(r"\s+", "", text).rstrip(".").removeprefix("x=").lower()
+    text = re.sub(r"\s+", "", text).rstrip(".").removeprefix("x=").lower()
+    return _SHORT_ROOT.sub(r"\\sqrt{\1}", _SHORT_FRACTION.sub(_long_fraction, text))
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""Return the number a tidied text stands for: ``-3``, ``.5``, ``1e3``, ``1/2``, ``\frac{1}{2}``; else None.
+    r"""Return the number a tidied text stands for, or None; None as well for one of more than 400 characters.
 
-    None as well for one of more than 400 characters.
+    Numbers are ``-3``, ``.5``, ``1e3``, ``1/2``, ``\frac{1}{2}``, ``1\frac{1}{2}``.
     """
     if len(text) > _LONGEST_NUMBER:
         return None
     fraction = _LATEX_FRACTION.fullmatch(text)
     if fraction is not None:
-        return _divide(f"{fraction[1]}{fraction[2]}" if fraction[2][0] not in "+-" else fraction[2], fraction[3])
+        sign, whole, over, under = fraction.groups()
+        part = _divide(over, under)
+        return None if part is None else (part + int(whole or 0)) * (-1 if sign == "-" else 1)
     over, slash, under = text.partition("/")
     if slash:
         return _divide(over, under)
@@ -106,9 +133,24 @@ def _divide(over: str, under: str) -> Fraction | None:
     return Fraction(over) / below if below else None
 
 
+def _long_fraction(match: re.Match[str]) -> str:
+    over, under = (part if part[0] == "{" else f"{{{part}}}" for part in match.groups())
+    return f"\\frac{over}{under}"
+
+
+def _brackets(text: str) -> str:
+    """Return the brackets around a tidied text, those of an interval that is half open as well; or nothing."""
+    pair = text.removeprefix("\\")[:1] + text[-1:]
+    return pair if len(text) > 1 and (pair == "{}" or (pair[0] in "([" and pair[1] in ")]")) else ""
+
+
+def _differ(one: str, other: str) -> bool:
+    return bool(one and other) and one != other
+
+
 def _items(text: str) -> list[str]:
-    if len(text) > 1 and (text[0], text[-1]) in (("[", "]"), ("(", ")"), ("{", "}")):
-        text = text[1:-1]
+    if _brackets(text):
+        text = text.removeprefix("\\")[1:-1].removesuffix("\\")
     return [item for item in re.split(r"[,;]", text) if item]
 
 

@@ -81,6 +81,9 @@ def test_r12_the_thread_that_judges_makes_no_difference() -> None:
         ("#### 14 dollars", "14", True),
         ("that makes 14 in all", "14", True),
         (r"\boxed{x^2+2x+2}", "(x+1)^2", False),
+        (r"\boxed{[0,1]}", "(0,1)", False),
+        (r"\boxed{\{1,2\}}", "(1,2)", False),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", True),
         (r"\boxed{12}\boxed{13}", "12", False),
         (r"\boxed{0.333}", "1/3", False),
         (r"\boxed{", "2", False),
@@ -98,10 +101,13 @@ async def test_the_math_judger_knows_what_is_equivalent(response: str, label: st
     assert await score(MathJudgerConfig(), response, label) == float(is_right)
 
 
-def test_without_the_library_the_math_judger_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", [MathJudgerConfig, GEO3KJudgerConfig])
+def test_without_the_library_the_judger_says_what_to_install(
+    kind: type[JudgerConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(math, "find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(ValueError, match=r"pip install 'xrl-lite\[math\]'"):
-        MathJudgerConfig()
+        kind()
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,18 @@ async def test_gsm8k_scores_come_from_extra_info() -> None:
         ("50\\%", "50", True),
         ("(1, 2)", "(1,2)", True),
         ("(1, 2)", "(2, 1)", False),
+        ("(0, 1)", "[0, 1]", False),
+        ("(0, 1)", "(0, 1]", False),
+        (r"\{1, 2\}", "(1, 2)", False),
+        (r"\{1, 2\}", r"\{1.0,2\}", True),
+        (r"\left\{1, 2\right\}", "1,2", True),
+        ("(1.0,2]", "1,2", True),
+        ("3 1/2", "3.5", True),
+        (r"-1\frac{1}{2}", "-1.5", True),
+        ("1 1/2", "11/2", False),
+        (r"\frac1{2}", "0.5", True),
+        (r"\sqrt3", r"\sqrt{3}", True),
+        ("54\N{DEGREE SIGN}", r"54^\circ", True),
         ("1,234", "1234", True),
         ("1/0", "0", False),
         ("0.333", "1/3", False),
@@ -239,10 +257,39 @@ def test_long_texts_take_no_long_time() -> None:
 class TestDapo:
     @pytest.mark.parametrize(
         ("response", "expected"),
-        [("Answer: 42", 1.0), ("answer: $42$", 1.0), ("Answer: x = 42 units", 1.0), ("Answer: 41", -1.0), ("42", -1.0)],
+        [
+            ("Answer: 42", 1.0),
+            ("answer: $42$", 1.0),
+            ("Answer: x = 42 units", 1.0),
+            ("Answer:\n42", 1.0),
+            ("**Answer:**\n\n$42$", 1.0),
+            ("**Answer**: 42", 1.0),
+            ("Answer: The answer is $42$.", 1.0),
+            ("Answer: $42$ (mod 1000)", 1.0),
+            ("Answer: $x = 42$ square units, a circle", 1.0),
+            (r"Answer: \$42", 1.0),
+            ('Answer: "42"', 1.0),
+            ("Answer: 41", -1.0),
+            ("42", -1.0),
+            ("Answer:\n", -1.0),
+        ],
     )
     async def test_last_answer_line(self, response: str, expected: float) -> None:
         assert await score(DAPO, response, "42") == expected
+
+    @pytest.mark.parametrize(
+        ("response", "label", "expected"),
+        [
+            (r"Answer: \boxed{\frac{1}{2}}", r"\frac{1}{2}", 1.0),
+            (r"Answer: $\sqrt3$", r"\sqrt{3}", 1.0),
+            ("Answer: 1", "a+1", -1.0),
+            ("Answer: $a+1$", "a + 1", 1.0),
+            ("Answer: an integer", "integer", 1.0),
+            ("Answer: (0,1)", "[0,1]", -1.0),
+        ],
+    )
+    async def test_answers_are_read_as_they_are_written(self, response: str, label: str, expected: float) -> None:
+        assert await score(DAPO, response, label) == expected
 
     @pytest.mark.parametrize(("num_tokens", "penalty"), [(0, 0.0), (80, 0.0), (90, -0.5), (100, -1.0), (110, -1.5)])
     async def test_overlong_penalty_counts_sampled_tokens(self, num_tokens: int, penalty: float) -> None:
@@ -305,6 +352,25 @@ class TestDapo:
 )
 async def test_geo3k_scores_answer_and_form(response: str, expected: float) -> None:
     assert await score(GEO3KJudgerConfig(), response, r"2 \sqrt{3}") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "is_right"),
+    [
+        (r"\sqrt{50}", r"5\sqrt{2}", True),
+        (r"5\sqrt2", r"5 \sqrt { 2 }", True),
+        (r"\frac{10}{\sqrt{3}}", r"\frac { 10 \sqrt { 3 } } { 3 }", True),
+        (r"5\text{ cm}", "5", True),
+        ("5 cm", "5", True),
+        ("y = 5", "5", True),
+        ("3 1/2", "3.5", True),
+        ("54\N{DEGREE SIGN}", "54", True),
+        ("2.83", r"2\sqrt{2}", False),
+        ("(0,1)", "[0,1]", False),
+    ],
+)
+async def test_geo3k_knows_what_is_equivalent(answer: str, label: str, is_right: bool) -> None:
+    assert await score(GEO3KJudgerConfig(), f"<think></think>\\boxed{{{answer}}}", label) == (1.0 if is_right else 0.1)
 
 
 async def test_a_scorer_that_breaks_is_reported_and_never_zero() -> None:

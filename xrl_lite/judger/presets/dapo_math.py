@@ -14,19 +14,26 @@ from pydantic import Field, model_validator
 from xrl_lite.judger.adapters import XtunerReward
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.config import JudgerConfig, RewardCode
-from xrl_lite.judger.math_answers import same_answer
+from xrl_lite.judger.math_answers import last_boxed, same_answer
 from xrl_lite.judger.outcome import RewardValueError
 
-_ANSWER = re.compile(r"answer\s*:[ \t*]*([^\n]+)", re.IGNORECASE)
+_ANSWER = re.compile(r"answer[\s*]*+:[\s*]*+([^\n]+)", re.IGNORECASE)
+_MATH = re.compile(r"(?<!\\)\$([^$]+)(?<!\\)\$")
 _UNITS = re.compile(
-    r"\b(?:an?|square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|"
+    r"\ban?\s+(?=[a-z]{2})|\b(?:square|ways|integers|dollars|mph|inches|hours|km|units|points|feet|minutes|digits|cents|degrees|cm|gm|"
     r"pounds|meters|meals|edges|students|multiples)\b"
 )
 
 
 def normalize_answer(answer: str) -> str:
-    """Return an answer as it is compared: behind the last ``=``, without articles and units."""
-    return _UNITS.sub("", answer.split("=")[-1]).strip()
+    r"""Return an answer as it is compared: the first ``$..$``, in it a ``\boxed{}``, and of that what follows ``=``.
+
+    Articles, units and quotation marks are left out.
+    """
+    math = _MATH.search(answer)
+    text = math[1] if math is not None else answer
+    text = last_boxed(text) or text
+    return _UNITS.sub("", text.split("=")[-1].replace('"', "")).strip()
 
 
 def overlong_penalty(num_tokens: int, *, max_response_len: int, buffer_len: int, factor: float) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from xrl_lite.judger.config import JudgerConfig, RewardCode
-from xrl_lite.judger.math_answers import last_boxed, same_answer
+from xrl_lite.judger.math_answers import last_boxed
+from xrl_lite.judger.presets.math import is_equivalent, require_library
 
 _FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
@@ -21,7 +22,7 @@ def compute_reward(response: str, label: Any, extra_info: Mapping[str, Any]) -> 
     """
     share = extra_info.get("format_score", 0.1)
     answer = last_boxed(response) if extra_info.get("use_boxed", True) else response
-    acc = 1.0 if answer is not None and same_answer(answer, str(label)) else 0.0
+    acc = 1.0 if answer is not None and is_equivalent(answer, str(label)) else 0.0
     form = 1.0 if _FORM.fullmatch(response.strip()) else 0.0
     return {"score": (1.0 - share) * acc + share * form, "acc": acc}
 
@@ -31,7 +32,10 @@ def _default_extra_info() -> dict[str, Any]:
 
 
 class GEO3KJudgerConfig(JudgerConfig):
-    r"""Compares the answer in the last ``\boxed{}`` with the label, and rewards the form a little."""
+    r"""Compares the answer in the last ``\boxed{}`` with the label, and rewards the form a little.
+
+    Needs ``pip install 'xrl-lite[math]'``; see `MathJudgerConfig`.
+    """
 
     judger_name: str = "hiyouga/geometry3k"
     """Name in messages and metrics."""
@@ -41,6 +45,11 @@ class GEO3KJudgerConfig(JudgerConfig):
 
     extra_info: dict[str, Any] = Field(default_factory=_default_extra_info, exclude=True)
     """``format_score``: share of the score given for the form; ``use_boxed``: whether the answer stands in a box."""
+
+    @model_validator(mode="after")
+    def _library_is_there(self) -> Self:
+        require_library("geo3k")
+        return self
 
     def gold_response(self, label: Any) -> str | None:
         """Return the label in a box behind an empty think block."""

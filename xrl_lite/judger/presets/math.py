@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 from xrl_lite.errors import ConfigError
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.config import JudgerConfig, RewardCode
-from xrl_lite.judger.math_answers import final_answer, same_answer
+from xrl_lite.judger.math_answers import differ_in_brackets, final_answer, same_answer
 from xrl_lite.judger.outcome import JudgementTimeoutError
 
 DEFAULT_STEP_TIMEOUT_S = 5
@@ -43,15 +43,40 @@ def compute_reward(response: str, label: Any, extra_info: Mapping[str, Any]) -> 
     """
     answer = final_answer(response)
     gold = str(label)
-    is_right = same_answer(response if answer is None else answer, gold) or _is_equivalent(
-        response[-_LONGEST_ANSWER:] if answer is None else _as_latex(answer[:_LONGEST_ANSWER]),
-        _as_latex(gold),
-        step_timeout=extra_info.get("step_timeout", DEFAULT_STEP_TIMEOUT_S),
-    )
+    step_timeout = extra_info.get("step_timeout", DEFAULT_STEP_TIMEOUT_S)
+    if answer is not None:
+        is_right = is_equivalent(answer, gold, step_timeout=step_timeout)
+    else:
+        is_right = same_answer(response, gold) or _library_says_so(
+            response[-_LONGEST_ANSWER:], _as_latex(gold), step_timeout=step_timeout
+        )
     return {"score": 1.0 if is_right else 0.0, "acc": is_right}
 
 
-def _is_equivalent(given: str, right: str, *, step_timeout: int) -> bool:
+def is_equivalent(answer: str, right: str, *, step_timeout: int = DEFAULT_STEP_TIMEOUT_S) -> bool:
+    """Return whether two answers are the same, or mean the same as math-verify sees it.
+
+    Raises:
+        JudgementTimeoutError: parsing or comparing took longer than `step_timeout` seconds.
+    """
+    if same_answer(answer, right):
+        return True
+    if differ_in_brackets(answer, right):
+        return False
+    return _library_says_so(_as_latex(answer[:_LONGEST_ANSWER]), _as_latex(right), step_timeout=step_timeout)
+
+
+def require_library(judger: str) -> None:
+    """Check that math-verify is there.
+
+    Raises:
+        ConfigError: it is not; says how to install it.
+    """
+    if find_spec("math_verify") is None:
+        raise ConfigError(f"the {judger} judger needs math-verify. Install it with: pip install 'xrl-lite[math]'")
+
+
+def _library_says_so(given: str, right: str, *, step_timeout: int) -> bool:
     import math_verify  # loads sympy, half a second
     from math_verify.errors import TimeoutException
 
@@ -91,8 +116,7 @@ class MathJudgerConfig(JudgerConfig):
 
     @model_validator(mode="after")
     def _library_is_there(self) -> Self:
-        if find_spec("math_verify") is None:
-            raise ConfigError("the math judger needs math-verify. Install it with: pip install 'xrl-lite[math]'")
+        require_library("math")
         return self
 
     def build_local(self) -> Judger:
