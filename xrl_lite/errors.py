@@ -72,6 +72,9 @@ class ResourceError(XrlLiteError, RuntimeError):
 class ActorError(XrlLiteError):
     """Something about an actor, or about a call to it."""
 
+    actor = ""
+    """Name of the actor whose end it tells of; empty where it tells of none."""
+
 
 class ActorTaskError(ActorError):
     """The call raised, and its exception could not be carried to the caller as itself. Has the remote traceback."""

@@ -417,3 +417,25 @@ async def test_statistics_count_every_ending(stateful: ActorHandle, too_long_s: 
     numbers = stateful.statistics()
     assert (numbers["num_ok"], numbers["num_raised"], numbers["num_timeout"]) == (2, 1, 1)
     assert numbers["pending"] == 0
+
+
+async def test_an_exception_that_takes_no_notes_ends_its_call_and_no_other(stateful: ActorHandle) -> None:
+    calls = [stateful.raise_frozen.remote(7) if index == 3 else stateful.echo.remote(index) for index in range(20)]
+    async with asyncio.timeout(LIMIT_S):
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    error = ends.pop(3)
+    assert isinstance(error, ActorTaskError)
+    assert "FrozenError" in str(error)
+    assert ends == [index for index in range(20) if index != 3]
+
+
+async def test_a_result_that_cannot_be_rebuilt_ends_whatever_waits_for_it(stateful: ActorHandle) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        with pytest.raises(ValueError, match="cannot be rebuilt"):
+            await asyncio.gather(stateful.hard_to_rebuild.remote(), stateful.echo.remote(1))
+        with pytest.raises(ValueError, match="cannot be rebuilt"):
+            await asyncio.shield(stateful.hard_to_rebuild.remote())
+        with pytest.raises(ValueError, match="cannot be rebuilt"):
+            await asyncio.wait_for(stateful.hard_to_rebuild.remote(), LIMIT_S)
+        done, _ = await asyncio.wait([stateful.hard_to_rebuild.remote()])
+        assert isinstance(done.pop().exception(), ValueError)

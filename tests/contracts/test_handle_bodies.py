@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -19,6 +20,24 @@ class BadlyPickledError(Exception):
 
 class OwnError(Exception):
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenError(Exception):
+    """An exception that takes no notes."""
+
+    code: int
+
+
+class HardToRebuild:
+    """Pickles, and does not unpickle."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> Any:
+    raise ValueError("cannot be rebuilt")
 
 
 class Stateful:
@@ -50,6 +69,12 @@ class Stateful:
 
     def raise_own(self) -> None:
         raise OwnError("mine")
+
+    def raise_frozen(self, code: int) -> None:
+        raise FrozenError(code)
+
+    def hard_to_rebuild(self) -> HardToRebuild:
+        return HardToRebuild()
 
     def raise_badly_pickled(self) -> None:
         raise BadlyPickledError(1, 2)

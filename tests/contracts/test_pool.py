@@ -157,3 +157,15 @@ async def test_a_pool_is_spawned_as_a_whole_or_not_at_all(system: ActorSystem) -
         ActorPool.spawn(system, bodies.Stateful, num_actors=0)
     with pytest.raises(ValueError, match=r"policy must be.*Did you mean 'least_loaded'"):
         ActorPool.spawn(system, bodies.Stateful, num_actors=1, policy="least_load")  # pyright: ignore[reportArgumentType]
+
+
+async def test_the_end_of_an_actor_that_a_method_calls_is_no_reason_to_repeat_it(system: ActorSystem) -> None:
+    inner = system.spawn(bodies.Stateful)
+    pool = ActorPool.spawn(system, bodies.Caller, inner, num_actors=2)
+    assert await pool.call("add", 1) == 1
+    await inner.stop()
+    with pytest.raises(ActorUnavailableError) as caught:
+        await pool.call("add", 1, max_task_retries=3)
+    assert caught.value.actor == inner.name
+    assert sum(actor["num_raised"] for actor in pool.statistics()["actors"]) == 1
+    await pool.stop()

@@ -511,3 +511,49 @@ async def test_many_large_messages_in_both_directions_at_once_block_nobody(victi
     payloads = [bytes([number % 256]) * size for number in range(600)]
     results = await asyncio.gather(*(victim.echo.remote(payload) for payload in payloads))
     assert results == payloads
+
+
+async def test_a_log_that_somebody_has_cut_does_not_keep_an_actor_from_being_restarted(tmp_path: Path) -> None:
+    async with ActorSystem(log_dir=tmp_path) as system:
+        handle = system.spawn(bodies.Victim, name="victim", restart=FORGIVING)
+        await handle.print_much.remote(50_000)
+        running = handle.mark_and_sleep.remote(str(tmp_path / "mark"), 60.0)
+        await until((tmp_path / "mark").exists)
+        os.truncate(tmp_path / "victim.log", 0)
+        assert handle.pid is not None
+        os.kill(handle.pid, signal.SIGKILL)
+        with pytest.raises(ActorDiedError):
+            await asyncio.wait_for(running, LIMIT_S)
+        assert await handle.ping.remote() == "pong"
+
+
+def test_without_descriptors_an_actor_is_down_and_the_system_goes_on_and_ends() -> None:
+    program = """
+import asyncio, os, resource
+from tests.processes import bodies
+from xrl_lite.actors import ActorSystem
+from xrl_lite.errors import ActorError
+
+async def main():
+    async with ActorSystem(num_cpus=64) as system:
+        first = system.spawn(bodies.Victim)
+        await first.ready()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        failed = 0
+        for room in range(12):
+            taken = max(map(int, os.listdir("/proc/self/fd"))) + 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken + room, hard))
+            handle = system.spawn(bodies.Victim)
+            try:
+                await asyncio.wait_for(handle.ready(), 30)
+            except ActorError:
+                failed += 1
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            await asyncio.wait_for(handle.stop(), 30)
+        last = system.spawn(bodies.Victim)
+        print(failed > 3, await first.ping.remote(), await last.ping.remote())
+
+asyncio.run(main())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "True pong pong\n", done.stderr

@@ -65,3 +65,21 @@ async def test_calls_of_a_dead_caller_are_cancelled(system: ActorSystem) -> None
     assert target.statistics()["num_cancelled"] == 1
     assert await target.echo.remote(1) == 1
     await target.stop()
+
+
+async def test_the_handle_of_a_stopped_actor_never_reaches_another(system: ActorSystem) -> None:
+    target = system.spawn(bodies.Stateful, 100)
+    caller = system.spawn(bodies.Caller, target, restart=FORGIVING)
+    assert await caller.add.remote(1) == 101
+    await target.stop()
+    others = [system.spawn(bodies.Stateful) for _ in range(4)]
+    visitors = [system.spawn(bodies.Caller, other) for other in others]  # their doors may get the descriptors of his
+    assert [await visitor.add.remote(1) for visitor in visitors] == [1] * 4
+    assert caller.pid is not None
+    os.kill(caller.pid, 9)
+    with pytest.raises((ActorUnavailableError, ActorDiedError)):
+        await caller.add.remote(1)
+    with pytest.raises(ActorUnavailableError):
+        await caller.add.remote(1)
+    assert [await other.add.remote(0) for other in others] == [1] * 4
+    await asyncio.gather(*(handle.stop() for handle in (caller, *others, *visitors)))

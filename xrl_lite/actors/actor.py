@@ -7,16 +7,18 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.ledger import Resources
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.restart import RestartPolicy
-from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError
+from xrl_lite.errors import ActorDiedError, ActorError, ActorTimeoutError, ActorUnavailableError
 
 OnCancel = Literal["kill", "interrupt"]
 DeathCallback = Callable[[ActorDiedError], None]
+
+Ended = TypeVar("Ended", bound=ActorError)
 
 _OUR_FRAME = "xrl_lite/actors/worker.py"
 
@@ -175,12 +177,19 @@ def died_error(spec: ActorSpec, how: str, *, running: str = "", log: str = "", t
         lines.append(f"Its log: {log}")
     if tail:
         lines += ["The last lines it wrote:", *(f"  {line}" for line in tail.splitlines())]
-    return ActorDiedError("\n".join(lines))
+    return _of(spec, ActorDiedError("\n".join(lines)))
 
 
 def unavailable_error(spec: ActorSpec, why: str) -> ActorUnavailableError:
     """The error of a call that no process will serve."""
-    return ActorUnavailableError(f"Actor {spec.name!r} is not available: {why}.")
+    return _of(spec, ActorUnavailableError(f"Actor {spec.name!r} is not available: {why}."))
+
+
+def again(error: ActorDiedError) -> ActorDiedError:
+    """Return the same error for another caller: each has the traceback of its own."""
+    copy = type(error)(*error.args)
+    copy.actor = error.actor
+    return copy
 
 
 def restarts_used_up_error(spec: ActorSpec, how: str) -> ActorUnavailableError:
@@ -188,3 +197,8 @@ def restarts_used_up_error(spec: ActorSpec, how: str) -> ActorUnavailableError:
     policy = spec.restart
     allowed = f"{policy.max_restarts} in {policy.window_s:g} s" if policy.max_restarts else "none"
     return unavailable_error(spec, f"{how}, and its restarts ({allowed}) are used up")
+
+
+def _of(spec: ActorSpec, error: Ended) -> Ended:
+    error.actor = spec.name
+    return error

@@ -24,6 +24,7 @@ from xrl_lite.actors.future import WakeTogether
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.link import Link
 from xrl_lite.actors.wire import Frame, FrameReader, Kind
+from xrl_lite.errors import ActorError
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -345,18 +346,25 @@ class Desk:
     def _deliver(self, link: Link, ended: deque[tuple[Call, Frame]]) -> None:
         while ended:
             call, frame = ended[0]
-            if frame.kind is Kind.RESULT and call.method is not CONSTRUCTOR:
-                if not call.set_packed(frame.packed):
-                    self._take_back_count(call, "ok")
-            elif call.method is CONSTRUCTOR:
-                self._on_constructed(link, frame)
-            elif frame.kind is Kind.ERROR:
-                error = unpack_failure(frame.packed).error(self._name, call.method)
-                if not call.set_exception(error):
-                    self._take_back_count(call, "raised")
-            elif not call.cancel():
-                self._take_back_count(call, "cancelled")
+            try:
+                self._end(link, call, frame)
+            except Exception as error:  # nobody may go on waiting
+                logger.exception("internal error while %s() of actor %s ended", call.method, self._name)
+                call.set_exception(ActorError(f"The end of {call.label} could not be told: {error!r}"))
             ended.popleft()
+
+    def _end(self, link: Link, call: Call, frame: Frame) -> None:
+        if frame.kind is Kind.RESULT and call.method is not CONSTRUCTOR:
+            if not call.set_packed(frame.packed):
+                self._take_back_count(call, "ok")
+        elif call.method is CONSTRUCTOR:
+            self._on_constructed(link, frame)
+        elif frame.kind is Kind.ERROR:
+            error = unpack_failure(frame.packed).error(self._name, call.method)
+            if not call.set_exception(error):
+                self._take_back_count(call, "raised")
+        elif not call.cancel():
+            self._take_back_count(call, "cancelled")
 
     def _take_back_count(self, call: Call, ending: str) -> None:
         """The future ended otherwise in the last moment."""

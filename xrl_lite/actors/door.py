@@ -65,8 +65,7 @@ class Door:
     def close(self) -> None:
         """Let nobody in any more, and end the connections."""
         self._hub.loop.remove_reader(self._inside)
-        self._inside.close()
-        self.segment.close()
+        self._inside.close()  # its other end is closed with the last message that carries it
         for visitor in list(self._visitors):
             visitor.close()
 
@@ -137,10 +136,12 @@ class _Visitor:
             return
         if future.cancelled():
             self._writer.put(Kind.CANCELLED, call_id, 0, EMPTY)
+        elif (packed := future.take_packed()) is not None:  # whoever called unpacks it
+            self._writer.put(Kind.RESULT, call_id, 0, packed)
         elif (error := future.exception()) is not None:
             self._writer.put(Kind.ERROR, call_id, 0, pack_failure(describe(error)))
         else:
-            self._writer.put(Kind.RESULT, call_id, 0, future.take_packed() or pack(None, name="result"))
+            self._writer.put(Kind.RESULT, call_id, 0, pack(None, name="result"))
         self._flush()
 
     def _flush(self) -> None:

@@ -24,11 +24,9 @@ class Failure:
         """Return the exception to raise at the caller, with the remote traceback as a note."""
         where = f"Raised in actor {actor!r}, {method}():\n{self.traceback.rstrip()}"
         error = self._own()
-        if error is None:
-            error = ActorTaskError(f"{method}() of actor {actor!r} raised {self.type_name}: {self.message}\n{where}")
-        else:
-            error.add_note(where)
-        return error
+        if error is not None and add_note(error, where):
+            return error
+        return ActorTaskError(f"{method}() of actor {actor!r} raised {self.type_name}: {self.message}\n{where}")
 
     def _own(self) -> Exception | None:
         if self.pickled is None:
@@ -48,6 +46,15 @@ def describe(error: BaseException, *, skip_frames: int = 0) -> Failure:
             trace = trace.tb_next
     text = "".join(traceback.TracebackException(type(error), error, trace).format())
     return Failure(_name(type(error)), _message(error), text, _carry(error))
+
+
+def add_note(error: BaseException, note: str) -> bool:
+    """Add a note to an exception; return False where its class takes none (a frozen dataclass, for one)."""
+    try:
+        error.add_note(note)
+    except Exception:  # noqa: BLE001 a user's __setattr__ may raise anything
+        return False
+    return True
 
 
 def _carry(error: BaseException) -> Packed | None:

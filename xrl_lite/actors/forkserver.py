@@ -134,18 +134,21 @@ class ForkServer:
     def _send(self) -> None:
         while self._waiting and self.alive:
             birth = self._waiting[0]
-            request_fd = os.memfd_create("xrl-lite-request")
             try:
-                os.write(request_fd, pickle.dumps(birth.request))
-                os.lseek(request_fd, 0, os.SEEK_SET)
-                socket.send_fds(self._control, [b"fork"], [request_fd, *birth.fds])
-            except BlockingIOError:
-                self._hub.loop.add_writer(self._control, self._send)
-                return
-            except OSError:  # it is dying; the pidfd tells
-                return
-            finally:
-                os.close(request_fd)
+                request_fd = _write_down(birth.request)
+            except OSError as error:  # no descriptors left
+                del self._births[birth.request.token]
+                self._hub.post(birth.on_exited, None, f"its process cannot be started: {error}")
+            else:
+                try:
+                    socket.send_fds(self._control, [b"fork"], [request_fd, *birth.fds])
+                except BlockingIOError:
+                    self._hub.loop.add_writer(self._control, self._send)
+                    return
+                except OSError:  # it is dying; the pidfd tells
+                    return
+                finally:
+                    os.close(request_fd)
             self._waiting.popleft()
             for fd in birth.fds:
                 os.close(fd)
@@ -167,9 +170,9 @@ class ForkServer:
         if births and not self._on_end:
             logger.error("%s", self._obituary())
         for birth in births.values():
-            birth.on_exited(None, self._obituary())
+            self._hub.post(birth.on_exited, None, self._obituary())
         for callback in self._on_end:
-            callback()
+            self._hub.post(callback)
         self._log.close()
 
     def _drain(self) -> None:
@@ -194,6 +197,14 @@ class ForkServer:
 
 def _setup(preload: Sequence[str]) -> Mapping[str, object]:
     return {"driver_pid": os.getpid(), "module_path": module_path(), "preload": list(preload)}
+
+
+def _write_down(request: ForkRequest) -> int:
+    """Return a file with the request: an environment may be larger than a message."""
+    fd = os.memfd_create("xrl-lite-request")
+    os.write(fd, pickle.dumps(request))
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
 
 
 def module_path() -> list[str]:

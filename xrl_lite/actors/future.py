@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator
 from contextlib import suppress
 from typing import Any, Generic, NoReturn, TypeAlias, TypeVar, cast
 
+from xrl_lite.actors.failure import add_note
 from xrl_lite.actors.payload import Packed, unpack
 
 T = TypeVar("T")
@@ -122,6 +123,8 @@ class CallFuture(Generic[T]):
             raise asyncio.InvalidStateError(f"{self.label} has not ended.")
         if self._cancelled:
             raise self._make_cancelled_error()
+        if self._packed is not None:
+            self._unpack()  # which may fail
         return self._error
 
     def cancel(self, msg: object = None) -> bool:
@@ -252,7 +255,7 @@ class CallFuture(Generic[T]):
                     self._value = unpack(packed)
                     self._packed = None
         except Exception as error:  # noqa: BLE001 a user's class may raise anything while it is rebuilt
-            error.add_note(f"Raised while the result of {self.label} was unpickled at the caller.")
+            add_note(error, f"Raised while the result of {self.label} was unpickled at the caller.")
             self._error = error
             self._packed = None
 

@@ -31,6 +31,7 @@ from xrl_lite.actors.actor import (
     Call,
     CallCounts,
     DeathCallback,
+    again,
     died_error,
     restarts_used_up_error,
     timeout_error,
@@ -515,7 +516,7 @@ class InlineActor:
             self._counts["retried"] += 1
             self._queue.appendleft(call)
         else:
-            self._end(call, "died", call.set_exception(type(error)(*error.args)))
+            self._end(call, "died", call.set_exception(again(error)))
 
     def _last_word(self, how: str) -> Callable[[], BaseException]:
         return lambda: restarts_used_up_error(self._spec, how)

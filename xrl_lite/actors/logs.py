@@ -28,8 +28,8 @@ class ActorLog:
 
     @property
     def size_bytes(self) -> int:
-        """Length of the file."""
-        return os.fstat(self.fd).st_size
+        """Length of the file, 0 once it is closed."""
+        return os.fstat(self.fd).st_size if self.fd >= 0 else 0
 
     def begin(self) -> None:
         """A new incarnation starts: what was written before is not part of its last lines."""
@@ -39,7 +39,7 @@ class ActorLog:
         """Return the last lines of this incarnation, or of what was written after position `since`."""
         end = self.size_bytes
         start = max(self._start if since is None else since, end - _TAIL_BYTES, 0)
-        text = os.pread(self.fd, end - start, start).decode("utf-8", "replace")
+        text = self._read(start, end - start).decode("utf-8", "replace")
         return "\n".join(text.splitlines()[-TAIL_LINES:])
 
     def news(self, *, last: bool = False) -> list[str]:
@@ -49,7 +49,8 @@ class ActorLog:
             last: Nothing more will be written, so an unfinished line counts as well.
         """
         end = self.size_bytes
-        data = os.pread(self.fd, min(end - self._relayed, _RELAY_BYTES), self._relayed)
+        self._relayed = min(self._relayed, end)  # somebody may have cut it
+        data = self._read(self._relayed, min(end - self._relayed, _RELAY_BYTES))
         if not last and len(data) < _RELAY_BYTES:
             data = data[: data.rfind(b"\n") + 1]
         lines = data.decode("utf-8", "replace").splitlines()[:_RELAY_LINES]
@@ -59,6 +60,9 @@ class ActorLog:
             self._relayed += left
             lines.append(f"... {left} bytes more" + (f", see {self.path}" if self.path is not None else ""))
         return lines
+
+    def _read(self, start: int, count: int) -> bytes:
+        return os.pread(self.fd, count, start) if self.fd >= 0 and count > 0 else b""
 
     def close(self) -> None:
         """Close the file."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.handle import ActorHandle
-from xrl_lite.errors import ActorDiedError, ActorUnavailableError, did_you_mean, errors_as_themselves
+from xrl_lite.errors import ActorDiedError, ActorError, ActorUnavailableError, did_you_mean, errors_as_themselves
 
 if TYPE_CHECKING:
     from xrl_lite.actors.system import ActorSystem
@@ -124,15 +124,20 @@ class ActorPool:
         """
         retries_left = max_task_retries
         while True:
+            handle = self.pick()
             try:
-                return await self.submit(method, *args, timeout_s=timeout_s, **kwargs)
-            except ActorUnavailableError:
-                if max_task_retries == 0 or all(handle.is_down for handle in self.handles):
+                return await handle.method_named(method).options(timeout_s=timeout_s).remote(*args, **kwargs)
+            except ActorUnavailableError as error:
+                if max_task_retries == 0 or not self._serves_without(handle, error):
                     raise
-            except ActorDiedError:
-                if retries_left == 0 or all(handle.is_down for handle in self.handles):
+            except ActorDiedError as error:
+                if retries_left == 0 or not self._serves_without(handle, error):
                     raise
                 retries_left -= 1
+
+    def _serves_without(self, handle: ActorHandle, error: ActorError) -> bool:
+        """Whether it was this replica that ended, not an actor that its method called; and others are left."""
+        return error.actor == handle.name and not all(each.is_down for each in self.handles)
 
     async def call_all(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> list[Any]:
         """Call `method` on every replica and return their results in the order of the replicas.

@@ -30,6 +30,7 @@ from xrl_lite.actors.actor import (
     ActorSpec,
     Call,
     DeathCallback,
+    again,
     died_error,
     restarts_used_up_error,
     timeout_error,
@@ -303,6 +304,15 @@ class ProcessActor:
             child.hung_up(reason)
 
     def _on_death(self, child: Child, death: Death) -> None:
+        try:
+            self._bury(child, death)
+        except Exception:  # no call may wait for ever, whatever it is
+            logger.exception("internal error after the end of actor %s: %s", self._spec.name, death)
+            self._child = None
+            self._go_down(lambda: unavailable_error(self._spec, f"{death}, and it could not be restarted"))
+            self._be_gone()
+
+    def _bury(self, child: Child, death: Death) -> None:
         for watcher in self._watchers.values():
             watcher.cancel()
         self._watchers.clear()
@@ -335,7 +345,7 @@ class ProcessActor:
 
     def _last_word(self, death: Death, error: ActorDiedError) -> Callable[[], BaseException]:
         if not self._constructed_once:
-            return lambda: type(error)(*error.args)
+            return lambda: again(error)
         return lambda: restarts_used_up_error(self._spec, str(death))
 
     def _tell_of_death(self, error: ActorDiedError) -> None:
@@ -363,7 +373,7 @@ class ProcessActor:
             call.retries_left -= 1
             self._desk.again(call)
         else:
-            self._desk.fail(call, "died", type(error)(*error.args))
+            self._desk.fail(call, "died", again(error))
 
     # ------------------------------------------------------------------ limits
 

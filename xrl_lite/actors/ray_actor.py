@@ -37,6 +37,7 @@ from xrl_lite.actors.actor import (
     Call,
     CallCounts,
     DeathCallback,
+    again,
     died_error,
     restarts_used_up_error,
     timeout_error,
@@ -443,7 +444,7 @@ class RayActor:
         pause_s = 0.0 if deliberate else self._budget.spend(time.monotonic())
         if pause_s is None:
             logger.error("actor %s is down for good: %s", self._spec.name, how)
-            self._go_down(self._last_word(how) if self._constructed_once else lambda: type(error)(*error.args))
+            self._go_down(self._last_word(how) if self._constructed_once else lambda: again(error))
             return
         logger.warning("actor %s is restarted: %s", self._spec.name, how)
         name_free_by = time.monotonic() + pause_s + _NAME_FREE_WITHIN_S
@@ -554,7 +555,7 @@ class RayActor:
             self._counts["retried"] += 1
             self._queue.appendleft(call)
         else:
-            self._end("died", call.set_exception(type(error)(*error.args)))
+            self._end("died", call.set_exception(again(error)))
 
     def _end(self, ending: str, ended: bool) -> None:
         if ended:
