@@ -152,7 +152,7 @@ def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:
     prompt_column = config.columns.get("prompt") or ("prompt" if "prompt" in raw else "question")
     prompt = _messages(_column(raw, prompt_column, place, "the prompt"), place, prompt_column)
     truth, used = _ground_truth(raw, place, config)
-    source = raw.get(config.columns.get("data_source", "data_source")) or config.data_source
+    source = _without_none(raw.get(config.columns.get("data_source", "data_source"))) or config.data_source
     if source is None and {"question", "answer"} <= raw.keys() and "####" in str(raw["answer"]):
         source = GSM8K_SOURCE
     agent = raw.get(config.columns.get("agent_name", "agent_name"))
@@ -175,7 +175,8 @@ def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:
     )
 
 
-def _ground_truth(raw: Mapping[str, Any], place: str, config: DataConfig) -> tuple[Any, str]:
+def _ground_truth(raw: Mapping[str, Any], place: str, config: DataConfig) -> tuple[Any, str | None]:
+    """Return the ground truth, and the column that is just that; a column that holds more stays one of the others."""
     named = config.columns.get("ground_truth")
     if named is not None:
         return _present(_column(raw, named, place, "the ground truth"), place, named), named
@@ -187,13 +188,22 @@ def _ground_truth(raw: Mapping[str, Any], place: str, config: DataConfig) -> tup
         if column in raw:
             value = _present(raw[column], place, column)
             if column == "answer" and isinstance(value, str) and "####" in value:
-                value = _present(value.rsplit("####", 1)[1].strip().replace(",", ""), place, "answer (behind ####)")
+                number = value.rsplit("####", 1)[1].strip().replace(",", "")
+                return _present(number, place, "answer (behind ####)"), None
             return value, column
     raise DataError(
         f"{place}: there is no ground truth. Looked for reward_model.ground_truth and the columns "
         f"{', '.join(GROUND_TRUTH_COLUMNS)}; the row has {', '.join(raw)}. "
         f"Name the column with columns.ground_truth."
     )
+
+
+def _without_none(source: Any) -> Any:
+    """Return a data source without branches of None: Parquet gives every row the keys of all rows."""
+    if not isinstance(source, dict):
+        return source
+    named = cast("dict[str, Any]", source).items()
+    return {name: _without_none(value) for name, value in named if value is not None}
 
 
 def _present(value: Any, place: str, column: str) -> Any:

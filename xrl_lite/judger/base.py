@@ -196,7 +196,7 @@ class Judger(BaseJudger):
         """Score one state without counting it, and raise whatever the reward code raises. For self-tests."""
         output = await self._start(self.preprocess(rollout_state))
         judged = self.postprocess(rollout_state, cast("JudgerOutput", output))
-        check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
+        judged.reward = check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
         return judged
 
     def statistics(self, *, reset: bool = False) -> Statistics:
@@ -263,7 +263,9 @@ class Judger(BaseJudger):
         if judgement.outcome is Outcome.OK:
             try:
                 judged = self.postprocess(rollout_state, judgement.output)
-                check_reward(judged.reward, judger=judgement.judger, sample=rollout_state.rollout_id)
+                reward = check_reward(judged.reward, judger=judgement.judger, sample=rollout_state.rollout_id)
+                if reward is not judged.reward:  # which costs more than the check
+                    judged.reward = reward
             except Exception as error:  # noqa: BLE001 - as above: user code
                 judgement = replace(judgement, outcome=Outcome.RAISED, output=None, error=error)
             else:

@@ -241,11 +241,12 @@ class ComposedJudger(Judger):
     ) -> tuple[RolloutState, Judgement]:
         reward = getattr(merged, "reward", None)
         try:
-            check_reward(reward, judger=self.get_judger_name(), sample=state.rollout_id, needs_score=False)
+            reward = check_reward(reward, judger=self.get_judger_name(), sample=state.rollout_id, needs_score=False)
         except AssertionError as error:
             failure = self._summed_up(judgements, Outcome.RAISED, error)
             return self.settle_failure(state, failure), failure
-        if "score" not in cast("dict[str, Any]", reward) and not self._warned_about_score:
+        merged.reward = reward
+        if "score" not in reward and not self._warned_about_score:
             self._warned_about_score = True
             logger.warning(
                 "judger %r: merge_fn gives rewards without 'score', and such samples cannot be trained on",

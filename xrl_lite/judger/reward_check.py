@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from numbers import Number
 from typing import Any, cast
 
 from xrl_lite.judger.outcome import RewardValueError
 
 _SHOWN = 300
+_PLAIN = frozenset((float, int, bool, str, type(None), dict, list))
 
 
-def check_reward(reward: Any, *, judger: str, sample: object, needs_score: bool = True) -> None:
-    """Check the reward of one sample. A bool score counts as a number.
+def check_reward(reward: Any, *, judger: str, sample: object, needs_score: bool = True) -> dict[str, Any]:
+    """Return the reward of one sample with numbers of Python in the place of those of other libraries.
+
+    Arrays and tensors with one element count as numbers, and so does a bool.
 
     Args:
         reward: What is to be checked.
@@ -25,20 +29,36 @@ def check_reward(reward: Any, *, judger: str, sample: object, needs_score: bool 
     """
     if not isinstance(reward, dict):
         raise _unusable("must be a dict", reward, judger, sample)
-    values = cast("dict[Any, Any]", reward)
+    values = cast("dict[str, Any]", reward)
+    if not _PLAIN.issuperset(map(type, values.values())):
+        values = {name: _as_plain(value) for name, value in values.items()}
     if "score" not in values:
         if not needs_score:
-            return
+            return values
         raise _unusable("must have the key 'score'", values, judger, sample)
     score = values["score"]
-    if type(score) is float and math.isfinite(score):  # nearly all are
-        return
-    try:
-        is_finite = not isinstance(score, str | bytes) and math.isfinite(score)
-    except (TypeError, ValueError, OverflowError):
-        is_finite = False
-    if not is_finite:
+    if not (isinstance(score, int | float) and _is_finite(score)):
         raise _unusable(f"must have a finite number as 'score', got {_short(score)}", values, judger, sample)
+    return values
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a number of numpy, torch, decimal or fractions as one of Python, and anything else as it is."""
+    if type(value) in _PLAIN:
+        return value
+    try:
+        if hasattr(value, "dtype"):
+            return value.item()
+        return float(value) if isinstance(value, Number) and not isinstance(value, int) else value
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # several elements, or none; complex numbers
+        return value
+
+
+def _is_finite(score: float) -> bool:
+    try:
+        return math.isfinite(score)
+    except OverflowError:  # an int that no float can be
+        return False
 
 
 def _unusable(rule: str, value: Any, judger: str, sample: object) -> RewardValueError:

@@ -27,6 +27,7 @@ def test_raw_gsm8k_row() -> None:
     assert row.prompt == [{"role": "user", "content": "How many?"}]
     assert row.ground_truth == "1203"
     assert row.data_source == "openai/gsm8k"
+    assert row.extra_info == {"answer": "2+1\n#### 1,203"}  # what parses the column gets it as it is
 
 
 def test_verl_row() -> None:
@@ -48,6 +49,16 @@ def test_trl_prompt_only_row(column: str) -> None:
     assert row.prompt == [{"role": "user", "content": "Say 4"}]
     assert row.ground_truth == "4"
     assert row.extra_info == {"difficulty": 1}
+
+
+def test_branches_that_parquet_fills_in_are_left_out(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    path = tmp_path / "rows.parquet"
+    sources = [{"a": 1.0}, {"b": {"x": 1.0}}, {"b": {"y": 0.0}}]
+    table = pyarrow.Table.from_pylist([{"prompt": "q", "answer": "1", "data_source": source} for source in sources])
+    parquet.write_table(table, path)
+    assert [row.data_source for row in load_rows(DataConfig(path=path))] == sources
 
 
 def test_columns_are_mapped() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.judger.states import make_state
-from xrl_lite.data import Status
+from xrl_lite.data import DataConfig, Status, parse_row
 from xrl_lite.errors import ConfigError
 from xrl_lite.judger import JudgerConfig, NativeJudger, OpenRlhfReward, TrlReward, VerlReward
 
@@ -162,6 +163,23 @@ async def test_a_column_of_the_row_wins_over_the_label() -> None:
     state = make_state(RIGHT, extra_fields={"solution": "because"})
     await JudgerConfig(judger_name="x", reward_handler=look, signature="trl").build().judge(state)
     assert seen == [(["because"], ["72"])]
+
+
+@pytest.mark.parametrize("signature", ["trl", "areal"])
+async def test_what_parses_gsm8k_answers_itself_gets_them_whole(signature: str) -> None:
+    def by_trl(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+        return [by_areal("", text, [], [], each) for text, each in zip(completions, answer, strict=True)]
+
+    def by_areal(
+        prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **data: Any
+    ) -> float:
+        return float(completions.partition("#### ")[2] == answer.partition("#### ")[2].replace(",", "") != "")
+
+    row = parse_row({"question": "q", "answer": "so\n#### 1,203"}, 0, DataConfig(path=Path("rows.jsonl")))
+    handler = by_trl if signature == "trl" else by_areal
+    judger = JudgerConfig(judger_name="x", reward_handler=handler, signature=signature).build()
+    state = await judger.judge(make_state("#### 1203", row.ground_truth, extra_fields=row.extra_info))
+    assert state.reward == {"score": 1.0}, state.error_msg
 
 
 async def test_none_skips_the_sample() -> None:

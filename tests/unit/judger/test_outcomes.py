@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import threading
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from tests.unit.judger.states import FakeActor, exact, make_state
-from xrl_lite.data import Status
+from xrl_lite.data import RolloutState, Status
 from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError, JudgerError
 from xrl_lite.judger import (
+    ComposedJudger,
     GSM8KJudgerConfig,
     Judger,
     JudgerConfig,
@@ -184,6 +190,45 @@ async def test_a_pool_goes_on_without_a_replica_that_is_gone() -> None:
     assert [state.reward for state in states] == [{"score": 1.0}] * 4
     assert len(gone.payloads) == 1
     assert set(pool.get_worker_status().values()) == {0}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        numpy.bool_(True),
+        numpy.float32(1),
+        numpy.int64(1),
+        numpy.array([1.0]),
+        torch.tensor(1.0),
+        torch.tensor([1]),
+        Decimal("1"),
+        Fraction(1),
+        True,
+    ],
+)
+@pytest.mark.parametrize("is_composed", [False, True])
+async def test_numbers_of_every_kind_become_those_of_python(number: Any, is_composed: bool) -> None:
+    given = {"score": number, "part": number, "text": "a", "parts": [1, 2], "none": None}
+    one = NativeJudger("mine", lambda **_: given)
+
+    def merge(state: RolloutState, outputs: dict[str, Any]) -> RolloutState:
+        state.reward = outputs["a"]
+        return state
+
+    judger = ComposedJudger({"a": one, "b": one}, merge) if is_composed else one
+    state = await judger.judge(make_state(data_source={"a": 1, "b": 1}))
+    assert state.reward == {"score": 1, "part": 1, "text": "a", "parts": [1, 2], "none": None}, state.error_msg
+    assert {type(state.reward[name]) for name in ("score", "part")} <= {float, int, bool}
+    assert json.loads(json.dumps(state.reward)) == state.reward
+    assert given["score"] is number  # the function's own dict stays as it is
+
+
+@pytest.mark.parametrize("score", [torch.ones(2), numpy.array([]), 1j, Decimal("nan"), torch.tensor(math.inf)])
+async def test_what_is_no_number_of_python_is_refused_with_the_sample(score: Any) -> None:
+    state = await NativeJudger("mine", lambda **_: {"score": score}).judge(make_state(rollout_id=7))
+    assert state.status is Status.FAILED
+    assert "judger 'mine', sample 7" in str(state.error_msg)
+    assert "finite number as 'score'" in str(state.error_msg)
 
 
 async def test_a_pool_without_replicas_left_stops_the_run() -> None:
