@@ -21,6 +21,8 @@ class CompletionsServer:
         self._model = model
         self.refuse_next = 0
         self.without_ids = False
+        self.halts = False
+        """Whether responses stop after their first token, until whoever asked goes away."""
         self.num_requests = 0
 
     async def __aenter__(self) -> Self:
@@ -48,13 +50,13 @@ class CompletionsServer:
                 (length,) = (
                     int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
                 )
-                await self._answer(json.loads(await reader.readexactly(length)), writer)
+                await self._answer(json.loads(await reader.readexactly(length)), reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    async def _answer(self, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, body: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_requests += 1
         if self.refuse_next:
             self.refuse_next -= 1
@@ -78,16 +80,24 @@ class CompletionsServer:
             return
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         try:
-            await self._stream(first, queue, writer)
+            await self._stream(first, queue, reader, writer)
         except ConnectionError:
             await self._replica.abort([request_id])
             raise
         finally:
             del self._waiting[request_id]
 
-    async def _stream(self, part: GenerateResult, queue: asyncio.Queue[Any], writer: asyncio.StreamWriter) -> None:
+    async def _stream(
+        self,
+        part: GenerateResult,
+        queue: asyncio.Queue[Any],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         sent = 0
         while True:
+            if self.halts:
+                part = GenerateResult(token_ids=part.token_ids[:1], logprobs=part.logprobs[:1])
             new = part.since(sent) if part.finish_reason else part
             sent += len(new.token_ids)
             choice = {
@@ -101,6 +111,9 @@ class CompletionsServer:
             event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
             writer.write(b"%x\r\n%b\r\n" % (len(event), event))
             await writer.drain()
+            if self.halts:
+                await reader.read()
+                raise ConnectionError("whoever asked has gone away")
             if part.finish_reason:
                 writer.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
                 return await writer.drain()

@@ -74,12 +74,15 @@ class Engine:
         weights: dict[str, torch.Tensor],
         model: Any,
         *,
+        server: CompletionsServer,
         adapters_only: bool,
     ) -> None:
         self.name = name
         self.controller = controller
         self.weights = weights
         self.model = model
+        self.server = server
+        """What `openai` asks."""
         self.long = {"bigram": 4000, "torch": 400, "vllm": 800}.get(name, LONG)
         """Tokens that take so long that whoever wants to interrupt them comes in time, on a busy machine too."""
         self.source = LocalWeights(lambda: self.weights)
@@ -213,7 +216,7 @@ async def run_engine(
         async with controller:
             await controller.ready()
             alone = config.adapter_rank is not None
-            running = Engine(name, controller, weights, reference, adapters_only=alone)
+            running = Engine(name, controller, weights, reference, server=server, adapters_only=alone)
             ready.set_result(running)
             await done.wait()
             running.sync.close()
@@ -298,8 +301,10 @@ async def test_an_aborted_response_goes_on_where_it_was(engine: Engine) -> None:
     state = fresh_long(engine, 3)
     if engine.name == "fake":
         state.prompt_ids = [9]  # hangs after some tokens
+    engine.server.halts = True
     async with engine.under_way(state):
         await engine.controller.abort_all()
+    engine.server.halts = False
     assert state.status is Status.ABORTED
     part = list(state.response_ids or [])
     assert 0 < len(part) == len(state.logprobs or []) < engine.long

@@ -19,7 +19,7 @@ from xrl_lite.data import RolloutState, SampleParams
 from xrl_lite.gateway import BlackBoxAgentsConfig
 from xrl_lite.gateway.program import ProgramHost, ProgramHosts, ProgramResult, ProgramSpec
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.process
 
 AGENT = """
 import json, os, sys, urllib.request

@@ -365,7 +365,7 @@ class ActorSystem:
         if self.backend == "inline":
             grace_s = 0.0
         if (ended := self._begin_shutdown(grace_s)) is not None:
-            ended.result(grace_s + 2 * _SERVER_END_S)
+            ended.result(grace_s + 5 * _SERVER_END_S)
             self._join_hub()
 
     def kill_all(self) -> None:
