@@ -410,6 +410,26 @@ async def test_the_environment_and_threads_of_a_child(system: ActorSystem) -> No
     await handle.stop()
 
 
+async def test_every_incarnation_has_the_surroundings_in_which_it_was_spawned(
+    system: ActorSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles: list[ActorHandle] = []
+    for rank in range(4):
+        (folder := tmp_path / str(rank)).mkdir()
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(folder)
+        handles.append(system.spawn(bodies.Victim, restart=FORGIVING))
+    where = "(__import__('os').environ['RANK'], __import__('os').getcwd(), __import__('sys').path[0])"
+    expected = [(str(rank), str(tmp_path / str(rank)), str(tmp_path / str(rank))) for rank in range(4)]
+    assert [await handle.evaluate.remote(where) for handle in handles] == expected
+    with pytest.raises(ActorDiedError):
+        await handles[0].end_hard.remote(3)
+    assert await handles[0].evaluate.remote(where) == expected[0]
+    for handle in handles:
+        await handle.stop(0.0)
+
+
 async def test_children_are_seeded_by_name_and_incarnation(system: ActorSystem) -> None:
     draws: list[float] = []
     for _ in range(2):

@@ -13,6 +13,7 @@ from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.ledger import Resources
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.restart import RestartPolicy
+from xrl_lite.actors.surroundings import Surroundings
 from xrl_lite.errors import ActorDiedError, ActorError, ActorTimeoutError, ActorUnavailableError
 
 OnCancel = Literal["kill", "interrupt"]
@@ -50,6 +51,9 @@ class ActorSpec:
 
     bundle: str = ""
     """Name of the bundle out of which it is taken; empty for none."""
+
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    """Of whoever spawned it."""
 
 
 class Call(CallFuture[Any]):

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.logs import ActorLog
+from xrl_lite.actors.surroundings import module_path
 from xrl_lite.actors.zygote import THREAD_VARIABLES, Exited, Forked, ForkRequest, Ready
 from xrl_lite.log import get_logger
 
@@ -205,8 +206,3 @@ def _write_down(request: ForkRequest) -> int:
     os.write(fd, pickle.dumps(request))
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
-
-
-def module_path() -> list[str]:
-    """Return the driver's ``sys.path`` such that it means the same in another folder."""
-    return [os.path.abspath(entry) if entry else os.getcwd() for entry in sys.path]

@@ -18,7 +18,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from xrl_lite.actors.child import Child, Death
 from xrl_lite.actors.desk import CONSTRUCTOR, Desk
 from xrl_lite.actors.door import Door, reduce_through
 from xrl_lite.actors.failure import unpack_failure
-from xrl_lite.actors.forkserver import ForkServer, module_path
+from xrl_lite.actors.forkserver import ForkServer
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.link import Link
@@ -269,9 +268,9 @@ class ProcessActor:
             num_slots=link.page.num_slots,
             max_concurrency=spec.max_concurrency,
             num_threads=spec.num_threads,
-            environment={**os.environ, **threads, "OMP_WAIT_POLICY": "PASSIVE", **spec.env},
-            working_directory=os.getcwd(),
-            module_path=module_path(),
+            environment={**spec.surroundings.environment, **threads, "OMP_WAIT_POLICY": "PASSIVE", **spec.env},
+            working_directory=spec.surroundings.working_directory,
+            module_path=list(spec.surroundings.module_path),
             seed=self._seed,
         )
 

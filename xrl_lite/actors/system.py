@@ -51,6 +51,7 @@ from xrl_lite.actors.payload import pack
 from xrl_lite.actors.placement import Bundle, PlacementGroup
 from xrl_lite.actors.process_actor import ProcessActor
 from xrl_lite.actors.restart import NEVER, RestartPolicy
+from xrl_lite.actors.surroundings import Surroundings
 from xrl_lite.actors.zygote import CORES_VARIABLE
 from xrl_lite.errors import ActorUnavailableError, did_you_mean
 from xrl_lite.log import get_logger
@@ -209,7 +210,7 @@ class ActorSystem:
                 took too long or was cancelled is always replaced, and does not count.
             on_cancel: Whether a running sync call is ended by ending its process ("kill"), or by an exception in its
                 main thread ("interrupt"), which keeps the actor's state.
-            env: Environment variables for the child, on top of those of this process.
+            env: Environment variables for the child, on top of those that this process has now.
             preload: Modules that the fork server imports once for all children with the same list.
             start_timeout_s: Seconds that the constructor may take.
 
@@ -246,6 +247,7 @@ class ActorSystem:
             start_timeout_s=start_timeout_s,
             resources=resources,
             bundle=bundle.name if bundle is not None else "",
+            surroundings=Surroundings.here(),
         )
         if self._cluster is not None:
             from xrl_lite.actors.ray_actor import refuse_what_ray_cannot
