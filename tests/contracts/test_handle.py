@@ -67,6 +67,31 @@ async def test_calls_start_in_the_order_they_were_sent(stateful: ActorHandle) ->
     assert await stateful.notes.remote() == list(range(200))
 
 
+async def test_sync_and_async_calls_start_in_the_order_they_were_sent(system: ActorSystem) -> None:
+    if system.backend == "ray":
+        pytest.skip("Ray orders sync and async methods each by themselves")
+    handle = system.spawn(bodies.Ordered, max_concurrency=4)
+    calls = [handle.until_told.remote("never ends"), handle.sync.remote("long", 0.1), handle.quick.remote("first")]
+    for index in range(20):
+        calls += [handle.sync.remote(f"sync {index}"), handle.quick.remote(f"quick {index}")]
+    pairs = [name for index in range(20) for name in (f"sync {index}", f"quick {index}")]
+    assert await handle.noted.remote() == ["never ends", "long", "first", *pairs]
+    await handle.tell.remote()
+    await asyncio.gather(*calls)
+    await handle.stop()
+
+
+async def test_a_call_that_waits_for_its_turn_can_be_cancelled(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Ordered, max_concurrency=1)
+    await handle.ready()
+    first, waiting, last = (handle.until_told.remote(name) for name in ("first", "waiting", "last"))
+    waiting.cancel()
+    first.cancel()
+    last.cancel()
+    assert await handle.noted.remote() in (["first"], [])
+    await handle.stop()
+
+
 async def test_arguments_and_results_are_copies(stateful: ActorHandle) -> None:
     value = {"list": [1]}
     result = await stateful.echo.remote(value)

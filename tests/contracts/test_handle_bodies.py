@@ -217,3 +217,28 @@ class Concurrent:
 
     def sync(self) -> bool:
         return threading.current_thread() is threading.main_thread()
+
+
+class Ordered:
+    """Sync and async methods that note when they begin."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.gate = asyncio.Event()
+
+    def sync(self, name: str, seconds: float = 0.0) -> None:
+        self.begun.append(name)
+        time.sleep(seconds)
+
+    async def quick(self, name: str) -> None:
+        self.begun.append(name)
+
+    async def until_told(self, name: str) -> None:
+        self.begun.append(name)
+        await self.gate.wait()
+
+    async def tell(self) -> None:
+        self.gate.set()
+
+    async def noted(self) -> list[str]:
+        return self.begun

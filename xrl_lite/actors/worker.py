@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -36,6 +37,7 @@ from xrl_lite.actors.zygote import INTERRUPT_SIGNAL
 from xrl_lite.errors import PayloadError
 
 Outcome = tuple[Kind, Packed]
+AsyncMethod = Callable[..., Awaitable[Any]]
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict})
 """What most methods return, and nobody can await."""
@@ -155,6 +157,7 @@ class _SyncRunner:
         self.await_result: Callable[[Awaitable[Any]], Any] = lambda awaitable: asyncio.run(_await(awaitable))
         self._page = page
         self._running: int | None = None
+        self.num_begun = 0
 
     def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
         """Handle the signal by which the driver asks to look at the mark in the slot."""
@@ -164,6 +167,7 @@ class _SyncRunner:
 
     def run(self, frame: Frame, work: Work | None = None) -> Outcome:
         """Run one call to its end and return what to reply."""
+        self.num_begun += 1
         if not self._page.start(frame.slot, MethodKind.SYNC):
             return Kind.CANCELLED, EMPTY
         try:
@@ -204,16 +208,27 @@ def _run_what_comes(line: _Line, runner: _SyncRunner) -> bool:
 
 
 class _LoopWorker:
-    """Runs async methods on a loop in a thread of its own; sync ones go to the main thread."""
+    """Runs async methods on a loop in a thread of its own; sync ones go to the main thread.
+
+    Calls begin in the order in which they were sent. Where the next one is for the other thread it waits until those
+    before it have begun, and never for their end.
+    """
 
     def __init__(self, line: _Line, runner: _SyncRunner, page: SlotPage, max_concurrency: int) -> None:
         self._line = line
         self._runner = runner
         self._page = page
+        self._max_concurrency = max_concurrency
         self._loop = asyncio.new_event_loop()
-        self._limit = asyncio.Semaphore(max_concurrency)
+        self._waiting: deque[tuple[Work, AsyncMethod | None]] = deque()
+        """Calls in the order in which they came; sync ones have no method here."""
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
+        self._new_tasks: set[int] = set()
+        """Calls whose task has not taken its first step."""
         self._sync: SimpleQueue[Work | None] = SimpleQueue()
+        self._num_sync_sent = 0
+        """Counted by the loop; the main thread counts those that it has taken, and those that it has begun."""
+        self._num_sync_taken = 0
         runner.await_result = self._await_on_loop
         line.share()
 
@@ -222,10 +237,16 @@ class _LoopWorker:
         thread = threading.Thread(target=self._run_loop, name="actor-loop", daemon=True)
         thread.start()
         while (work := self._sync.get()) is not None:
+            self._note_taken()
             self._line.reply(work.frame, self._runner.run(work.frame, work))
             del work
         self._loop.call_soon_threadsafe(self._loop.stop)
         thread.join(timeout=1.0)
+
+    def _note_taken(self) -> None:
+        self._num_sync_taken += 1
+        if self._waiting:  # looked at after counting, as the loop counts after it has queued: one of them notices
+            self._loop.call_soon_threadsafe(self._begin_waiting)  # lets other threads run, so it may not come later
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -250,47 +271,86 @@ class _LoopWorker:
         if frame.kind is Kind.STOP:
             self._sync.put(None)
         elif frame.kind is Kind.CANCEL:
-            if task := self._tasks.get(frame.call_id):
-                task.cancel()
+            self._cancel(frame)
         elif self._page.cancelled(frame.slot):
             self._line.reply(frame, (Kind.CANCELLED, EMPTY))
         else:
-            self._begin(frame)
+            self._queue(frame)
 
-    def _begin(self, frame: Frame) -> None:
+    def _cancel(self, frame: Frame) -> None:
+        if task := self._tasks.get(frame.call_id):
+            task.cancel()
+            return
+        for waiting in self._waiting:
+            if waiting[0].frame.call_id == frame.call_id:
+                self._waiting.remove(waiting)
+                self._line.reply(frame, (Kind.CANCELLED, EMPTY))
+                self._begin_waiting()
+                return
+
+    def _queue(self, frame: Frame) -> None:
         try:
             work = unpack_call(frame)
             method = getattr(self._runner.target, work.name)
         except Exception as error:  # noqa: BLE001 arguments of a user's class may raise anything while they are rebuilt
             self._line.reply(frame, (Kind.ERROR, pack_failure(describe(error, skip_frames=1))))
             return
-        if not _is_async(method):
-            self._sync.put(work)
-            return
-        task = self._loop.create_task(self._run_async(work, method), name=work.name)
-        self._tasks[frame.call_id] = task
-        task.add_done_callback(functools.partial(self._end, frame))
+        self._waiting.append((work, method if _is_async(method) else None))
+        self._begin_waiting()
 
-    async def _run_async(self, work: Work, method: Callable[..., Awaitable[Any]]) -> Outcome:
-        async with self._limit:
-            if not self._page.start(work.frame.slot, MethodKind.ASYNC):
-                return Kind.CANCELLED, EMPTY
-            try:
-                result = await method(*work.args, **work.kwargs)
-            except asyncio.CancelledError as error:
-                if self._page.cancelled(work.frame.slot):
-                    raise
-                return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
-            except SystemExit as error:
-                leave(_exit_code(error))
-            except BaseException as error:  # noqa: BLE001 whatever the method raises is the caller's to see
-                return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
-            return pack_result(result, work.name)
+    def _begin_waiting(self) -> None:
+        """Begin the calls whose turn it is."""
+        while self._waiting:
+            work, method = self._waiting[0]
+            if method is None:
+                if self._new_tasks:
+                    return
+                self._num_sync_sent += 1
+                self._sync.put(work)
+            else:
+                if self._runner.num_begun < self._num_sync_sent:
+                    if self._num_sync_taken == self._num_sync_sent:  # it begins in this moment
+                        self._loop.call_soon(self._begin_waiting)
+                    return
+                if len(self._tasks) >= self._max_concurrency:
+                    return
+                self._begin_async(work, method)
+            self._waiting.popleft()
+
+    def _begin_async(self, work: Work, method: AsyncMethod) -> None:
+        call_id = work.frame.call_id
+        task = self._loop.create_task(self._run_async(work, method), name=work.name)
+        self._tasks[call_id] = task
+        self._new_tasks.add(call_id)
+        task.add_done_callback(functools.partial(self._end, work.frame))
+
+    def _note_begun(self, call_id: int) -> None:
+        self._new_tasks.discard(call_id)
+        if self._waiting and not self._new_tasks:
+            self._loop.call_soon(self._begin_waiting)  # after the first step
+
+    async def _run_async(self, work: Work, method: AsyncMethod) -> Outcome:
+        self._note_begun(work.frame.call_id)
+        if not self._page.start(work.frame.slot, MethodKind.ASYNC):
+            return Kind.CANCELLED, EMPTY
+        try:
+            result = await method(*work.args, **work.kwargs)
+        except asyncio.CancelledError as error:
+            if self._page.cancelled(work.frame.slot):
+                raise
+            return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
+        except SystemExit as error:
+            leave(_exit_code(error))
+        except BaseException as error:  # noqa: BLE001 whatever the method raises is the caller's to see
+            return Kind.ERROR, pack_failure(describe(error, skip_frames=1))
+        return pack_result(result, work.name)
 
     def _end(self, frame: Frame, task: asyncio.Task[Outcome]) -> None:
         # a callback, not the task's own last step: a task that is cancelled before its first step never takes one
         del self._tasks[frame.call_id]
+        self._new_tasks.discard(frame.call_id)
         self._line.reply(frame, (Kind.CANCELLED, EMPTY) if task.cancelled() else task.result())
+        self._begin_waiting()
 
     def _await_on_loop(self, awaitable: Awaitable[Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(_await(awaitable), self._loop).result()
