@@ -307,6 +307,7 @@ class SimulatedEngine:
         self.attach_weights = self._weights.attach_weights
         self.open_weights = self._weights.open_weights
         self.send_weights = self._weights.send_weights
+        self.interrupt_weights = self._weights.interrupt_weights
         self.close_weights = self._weights.close_weights
 
     def _present(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from xrl_lite.actors import SharedValue, share
+from xrl_lite.algorithms.weights import WeightBucket, tensor_checksum
 
 NUM_TENSORS = 50
 
@@ -39,3 +40,13 @@ class Weights:
 
     def num_threads(self) -> int:
         return torch.get_num_threads()
+
+
+class Worker:
+    """One process of a replica that has several."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def load(self, bucket: WeightBucket) -> dict[str, str]:
+        return {name: tensor_checksum(tensor) for name, tensor in bucket.tensors(self._number)}

@@ -249,7 +249,8 @@ async def test_a_trainer_keeps_its_weights_where_every_replica_is_lost_in_the_tr
     config = RolloutConfig(engine="fake", num_threads=1, max_restarts=0, engine_options={"exit_at_load": 0})
     async with RolloutController(system, config=config, model_path="none", decode=lambda ids, _: "", seed=0) as rollout:
         await rollout.ready()
-        transport = make_transport("process_group", folder=None, bucket_bytes=1 << 20, timeout_s=0.5)
+        # far beyond the limit of this test: nobody waits for a replica that will never come
+        transport = make_transport("process_group", folder=None, bucket_bytes=1 << 20, timeout_s=1000.0)
         sync = WeightSync(source=controller, targets=rollout.adapters, gate=rollout, transport=transport)
         with pytest.raises(WeightSyncError, match=r"(?s)phase transfer: all replicas.*rollout/0"):
             await sync.sync(1)

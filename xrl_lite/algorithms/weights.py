@@ -63,8 +63,12 @@ class WeightManifest:
 class WeightBucket(Protocol):
     """Some of the tensors, on their way. Travels to replicas as a pickle."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and tensors; a tensor is valid until the next is asked for."""
+    def tensors(self, worker: int = 0) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and tensors; a tensor is valid until the next is asked for.
+
+        Args:
+            worker: Which of the replica's processes takes them, counted from 0. Each of them has to.
+        """
         ...
 
 
@@ -95,7 +99,16 @@ class WeightSender(Protocol):
         ...
 
     def send(self, number: int, num_receivers: int) -> WeightBucket:
-        """Make a bucket ready and return it; it stays so until the next one is asked for, or `close`."""
+        """Make a bucket ready and return it; it stays so until the next one is asked for, or `close`.
+
+        Args:
+            number: Which one.
+            num_receivers: Processes that take it, of all replicas together.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Have a `send` that waits for receivers raise; called in another thread."""
         ...
 
     def close(self) -> None:

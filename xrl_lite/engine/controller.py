@@ -269,6 +269,10 @@ class TrainingController(RankGroup):
         """Hand over a bucket."""
         return await self._ask_first("send_weights", number, num_receivers)
 
+    async def interrupt_weights(self) -> None:
+        """Have a `send_weights` that waits for receivers raise."""
+        await self._ask_first("interrupt_weights")
+
     async def close_weights(self) -> None:
         """End handing over."""
         await self._ask_first("close_weights")

@@ -181,6 +181,10 @@ class EngineWorker(RankWorker):
         """Hand over a bucket."""
         return self._sender.send(number, num_receivers)
 
+    async def interrupt_weights(self) -> None:
+        """Have a `send_weights` that waits for receivers raise; async, so that it runs beside it."""
+        self._sender.interrupt()
+
     def close_weights(self) -> None:
         """End handing over."""
         self._sender.close()

@@ -43,9 +43,9 @@ class ServerAdapter:
         while not (self.is_live or self.is_down):
             await self._link.state_changed()
 
-    async def prepare(self, manifest: WeightManifest) -> None:
-        """Let it check that the weights fit, and stop computing."""
-        await self._call("prepare_weights", manifest)
+    async def prepare(self, manifest: WeightManifest) -> int:
+        """Let it check that the weights fit, and stop computing; return how many of its processes will take them."""
+        return await self._call("prepare_weights", manifest)
 
     async def load(self, bucket: WeightBucket) -> dict[str, str]:
         """Let it take a bucket; return the checksums of what it holds."""
@@ -79,7 +79,7 @@ class FixedWeightsAdapter(ServerAdapter):
 
     transports = ()
 
-    async def prepare(self, manifest: WeightManifest) -> None:
+    async def prepare(self, manifest: WeightManifest) -> int:
         raise ConfigError(
             f"{self.name}: the server that the openai engine speaks to keeps its own weights, so a model cannot be "
             f"trained with it. Use it for evaluation, or set rollout.engine to vllm or torch."

@@ -142,6 +142,7 @@ class RolloutReplica(ABC):
         self._num_ended = 0
         self._last_token = time.monotonic()
         self._manifest: WeightManifest | None = None
+        self._is_loading = False
         self._loaded: set[str] = set()
         self._adapter: dict[str, Tensor] = {}
 
@@ -209,20 +210,22 @@ class RolloutReplica(ABC):
 
     # --- called by weight sync
 
-    async def prepare_weights(self, manifest: WeightManifest) -> None:
-        """Make ready for weights: check that they fit, and stop computing.
+    async def prepare_weights(self, manifest: WeightManifest) -> int:
+        """Make ready for weights: check that they fit, and stop computing; return how many processes will take them.
 
         Raises:
             WeightSyncError: a name or shape does not fit; names it. Nothing has changed.
         """
         self._check_fit(manifest)
         await self.pause()
-        self._manifest, self._loaded, self._adapter = manifest, set(), {}
+        self._manifest, self._is_loading, self._loaded, self._adapter = manifest, False, set(), {}
+        return self.num_receivers if manifest.adapter is None else 1
 
     async def load_weights(self, bucket: WeightBucket) -> dict[str, str]:
         """Take the tensors of a bucket; return the checksum of each as it is held now."""
         manifest = self._manifest
         assert manifest is not None, "prepare_weights comes first"
+        self._is_loading = True
         checksums = await self.load_tensors(bucket) if manifest.adapter is None else self._keep_adapter(bucket)
         self._loaded |= checksums.keys()
         return checksums
@@ -248,9 +251,9 @@ class RolloutReplica(ABC):
         return self.policy_version
 
     async def abandon_weights(self) -> bool:
-        """Give up a transfer; return whether the weights are whole: those from before, nothing having been loaded."""
+        """Give up a transfer; return whether the weights are whole: those from before, no loading having begun."""
         # an adapter is kept beside the weights until all of it is there
-        whole = self._manifest is None or not self._loaded or self._manifest.adapter is not None
+        whole = self._manifest is None or not self._is_loading or self._manifest.adapter is not None
         if self._manifest is not None and whole:
             await self.resume()
         self._manifest = None
@@ -269,6 +272,11 @@ class RolloutReplica(ABC):
     @abstractmethod
     def partial(self, request_id: str) -> GenerateResult:
         """Return what a running request has so far."""
+
+    @property
+    def num_receivers(self) -> int:
+        """Processes of this replica that take the model's weights; the n-th of them iterates `bucket.tensors(n)`."""
+        return 1
 
     @abstractmethod
     async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:

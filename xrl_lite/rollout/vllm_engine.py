@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
-from xrl_lite.errors import ConfigError, RolloutError, did_you_mean
+from xrl_lite.errors import ConfigError, RolloutError, WeightSyncError, did_you_mean
 from xrl_lite.log import get_logger
 from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica
@@ -122,9 +122,16 @@ class VLLMReplica(RolloutReplica):
         if self._sleep_mode:
             await self._llm.wake_up(tags)
 
+    @property
+    def num_receivers(self) -> int:
+        return self._llm.vllm_config.parallel_config.world_size
+
     async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
         first, self._loading = not self._loading, True
         found: list[dict[str, str]] = await self._llm.collective_rpc("xrl_load", args=(pickle.dumps(bucket), first))
+        for worker, checksums in enumerate(found):
+            if checksums != found[0]:
+                raise WeightSyncError(f"rollout/{self.replica}: worker {worker} got other weights than worker 0.")
         return found[0]
 
     async def apply_adapter(self, adapter: dict[str, Tensor], settings: Mapping[str, Any]) -> None:

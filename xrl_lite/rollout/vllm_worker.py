@@ -14,9 +14,11 @@ from xrl_lite.algorithms.weights import WeightBucket, devices_of, tensor_checksu
 
 
 class WeightsExtension:
-    """Methods that `collective_rpc` reaches by name. `model_runner` and `vllm_config` are the worker's."""
+    """Methods that `collective_rpc` reaches by name. `model_runner` and `rank` are the worker's."""
 
     model_runner: Any
+    rank: int
+    """Of this worker within its engine."""
 
     def xrl_devices(self) -> list[str]:
         """Return where the weights are."""
@@ -37,7 +39,7 @@ class WeightsExtension:
         checksums: dict[str, str] = {}
 
         def noted() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in bucket.tensors():
+            for name, tensor in bucket.tensors(self.rank):
                 checksums[name] = tensor_checksum(tensor)
                 # a layer is loaded when all of its weights are there, which may be in a later bucket
                 yield name, tensor.clone()

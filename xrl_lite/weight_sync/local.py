@@ -54,6 +54,10 @@ class LocalWeights:
         """Hand over a bucket."""
         return await self._run(partial(self._attached().send, number, num_receivers))
 
+    async def interrupt_weights(self) -> None:
+        """Have a `send_weights` that waits for receivers raise."""
+        await self._run(self._attached().interrupt)
+
     async def close_weights(self) -> None:
         """End a transfer."""
         self._attached().close()

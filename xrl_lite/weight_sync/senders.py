@@ -32,6 +32,8 @@ from xrl_lite.algorithms.weights import (
 
 _ALIGN = 64
 _MAX_WRITE_BYTES = 1 << 30
+_OUTCOME = "outcome"
+_COMPLETE = "complete"
 
 Parameters = list[tuple[str, Tensor]]
 T = TypeVar("T")
@@ -123,7 +125,7 @@ class SharedMemoryBucket:
     size_bytes: int
     places: list[Place]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, worker: int = 0) -> Iterator[tuple[str, Tensor]]:
         whole = map_readable(self.path, self.inode, self.size_bytes)
         for place in self.places:
             yield place.spec.name, place.of(whole)
@@ -180,6 +182,9 @@ class SharedMemorySender:
     def send(self, number: int, num_receivers: int) -> SharedMemoryBucket:
         return SharedMemoryBucket(self._path, self._inode, len(self._memory), self._places)
 
+    def interrupt(self) -> None:
+        """Waits for nobody."""
+
     def close(self) -> None:
         """Keep what was written: a replica that is started later reads it."""
 
@@ -209,7 +214,7 @@ class FolderBucket:
 
     path: str
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, worker: int = 0) -> Iterator[tuple[str, Tensor]]:
         from safetensors import safe_open
 
         opener: Any = safe_open
@@ -251,6 +256,9 @@ class FolderSender:
     def send(self, number: int, num_receivers: int) -> FolderBucket:
         return FolderBucket(self._files[number])
 
+    def interrupt(self) -> None:
+        """Waits for nobody."""
+
     def close(self) -> None:
         """Keep what was written: a replica that is started later reads it."""
 
@@ -266,7 +274,7 @@ class CudaIpcBucket:
     arguments: tuple[Any, ...]
     places: list[Place]
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, worker: int = 0) -> Iterator[tuple[str, Tensor]]:
         memory: Tensor = self.rebuild(*self.arguments)
         for place in self.places:
             yield place.spec.name, place.of(memory)
@@ -310,6 +318,9 @@ class CudaIpcSender:
         rebuild, arguments = reduce_tensor(self._buffer)
         return CudaIpcBucket(rebuild, arguments, places)
 
+    def interrupt(self) -> None:
+        """Waits for nobody."""
+
     def close(self) -> None:
         self._buckets, self._buffer = [], None
         torch.cuda.empty_cache()  # the replicas are about to take memory of the same GPU
@@ -329,17 +340,22 @@ class BroadcastBucket:
     timeout_s: float
     device: str
     rank: int = 0
+    """Of the replica's first worker; the trainer is rank 0."""
     size: int = 0
 
-    def for_receiver(self, number: int, num_receivers: int) -> Self:
-        """Return the bucket of one of the receivers; the trainer is rank 0."""
-        return replace(self, rank=number + 1, size=num_receivers + 1)
+    def for_replica(self, num_before: int, num_receivers: int) -> Self:
+        """Return the bucket of a replica whose workers come after `num_before` others."""
+        return replace(self, rank=num_before + 1, size=num_receivers + 1)
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        store = torch.distributed.TCPStore(
-            self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s)
-        )
-        group = make_group(store, self.rank, self.size, self.device, self.timeout_s)
+    def connect(self) -> Any:
+        """Return a connection to the store in which the group meets."""
+        timeout = timedelta(seconds=self.timeout_s)
+        return torch.distributed.TCPStore(self.host, self.port, is_master=False, timeout=timeout)
+
+    def tensors(self, worker: int = 0) -> Iterator[tuple[str, Tensor]]:
+        store = self.connect()
+        meet(store, self.size)
+        group = make_group(store, self.rank + worker, self.size, self.device, self.timeout_s)
         for run in _runs_of(self.specs, self.bucket_bytes):
             places, size = places_of(run)
             memory = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -382,6 +398,7 @@ class ProcessGroupSender:
 
     def send(self, number: int, num_receivers: int) -> BroadcastBucket:
         device = self._bucket.device
+        meet(self._store, num_receivers + 1)
         group = make_group(self._store, 0, num_receivers + 1, device, self._timeout_s)
         for run in _runs_of(self._bucket.specs, self._bucket_bytes):
             places, size = places_of(run)
@@ -390,6 +407,11 @@ class ProcessGroupSender:
                 place.of(memory).copy_(self._weights[place.spec.name].detach())
             broadcast(group, memory)
         return self._bucket
+
+    def interrupt(self) -> None:
+        if self._store is not None:
+            # a connection of its own: that of `send` is taken while it waits
+            call_off(self._bucket.connect())
 
     def close(self) -> None:
         self._weights, self._store = {}, None
@@ -404,6 +426,25 @@ def _noted(parameters: Iterable[tuple[str, Tensor]], inventory: Inventory) -> It
 def _runs_of(specs: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
     """Split into runs; both ends do, so they agree."""
     return in_runs(specs, lambda spec: spec.size_bytes, bucket_bytes)
+
+
+def meet(store: Any, size: int) -> None:
+    """Wait until all members of a group have come, so that whoever forms it waits for nobody who is gone.
+
+    Raises:
+        RuntimeError: the meeting was called off, or the store's time-out is over.
+    """
+    if store.add("num_present", 1) == size:
+        store.compare_set(_OUTCOME, "", _COMPLETE)
+    store.wait([_OUTCOME])
+    outcome = store.get(_OUTCOME).decode()
+    if outcome != _COMPLETE:
+        raise RuntimeError(outcome)
+
+
+def call_off(store: Any) -> None:
+    """Let everybody who waits in `meet` go; nothing happens where all have come already."""
+    store.compare_set(_OUTCOME, "", "a receiver failed before all had come")
 
 
 def make_group(store: Any, rank: int, size: int, device: str, timeout_s: float) -> Any:

@@ -16,8 +16,10 @@ until that succeeds.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
@@ -47,7 +49,11 @@ class WeightSource(Protocol):
         ...
 
     async def send_weights(self, number: int, num_receivers: int) -> WeightBucket:
-        """Send a bucket."""
+        """Send a bucket to so many processes."""
+        ...
+
+    async def interrupt_weights(self) -> None:
+        """Have a `send_weights` that waits for receivers raise."""
         ...
 
     async def close_weights(self) -> None:
@@ -74,8 +80,8 @@ class WeightTarget(Protocol):
         """Return once there is a process, or never will be one."""
         ...
 
-    async def prepare(self, manifest: WeightManifest) -> None:
-        """Check that weights fit, and stop computing."""
+    async def prepare(self, manifest: WeightManifest) -> int:
+        """Check that weights fit, and stop computing; return how many processes will take them."""
         ...
 
     async def load(self, bucket: WeightBucket) -> dict[str, str]:
@@ -247,10 +253,10 @@ class WeightSync:
                         f"{target.name} was started anew, but the weights of version {self.policy_version} are gone: "
                         f"the trainer has moved on. It can serve after the next sync."
                     )
-            await target.prepare(offer.manifest)
+            receivers = {target.name: await target.prepare(offer.manifest)}
             held: dict[str, str] = {}
             for number in range(offer.num_buckets):
-                held |= (await self._send(offer, number, [target]))[target.name]
+                held |= (await self._send(offer, number, [target], receivers))[target.name]
             _compare(target.name, offer, held)
             await target.finish()
 
@@ -286,12 +292,17 @@ class WeightSync:
         if not targets:
             raise _AllLostError(_failure_text(offer, "prepare", "no rollout replica", "none is up"))
         prepared: list[WeightTarget] = []
+        receivers: dict[str, int] = {}
+
+        async def prepare(target: WeightTarget) -> None:
+            receivers[target.name] = await target.prepare(offer.manifest)
+
         try:
-            targets = await self._phase(offer, "prepare", targets, lambda target: target.prepare(offer.manifest))
+            targets = await self._phase(offer, "prepare", targets, prepare)
             prepared = targets
             held: dict[str, dict[str, str]] = {target.name: {} for target in targets}
             for number in range(offer.num_buckets):
-                sent = await self._send(offer, number, targets)
+                sent = await self._send(offer, number, targets, receivers)
                 for name, checksums in sent.items():
                     held[name] |= checksums
                 targets = [target for target in targets if target.name in sent]
@@ -312,15 +323,15 @@ class WeightSync:
             raise
 
     async def _send(
-        self, offer: WeightOffer, number: int, targets: Sequence[WeightTarget]
+        self, offer: WeightOffer, number: int, targets: Sequence[WeightTarget], receivers: Mapping[str, int]
     ) -> dict[str, dict[str, str]]:
         """Bring a bucket to the targets; return what each that is left holds of it."""
-        held: dict[str, dict[str, str]] = {}
         if self._transport.simultaneous:
-            await self._send_at_once(offer, number, targets, held)
-            return held
+            return await self._send_at_once(offer, number, targets, receivers)
+        held: dict[str, dict[str, str]] = {}
         if number >= len(self._buckets):
-            self._buckets.append(await self._source.send_weights(number, len(targets)))
+            num_receivers = sum(receivers[target.name] for target in targets)
+            self._buckets.append(await self._source.send_weights(number, num_receivers))
         bucket = self._buckets[number]
 
         async def load(target: WeightTarget) -> None:
@@ -330,33 +341,43 @@ class WeightSync:
         return held
 
     async def _send_at_once(
-        self, offer: WeightOffer, number: int, targets: Sequence[WeightTarget], held: dict[str, dict[str, str]]
-    ) -> None:
+        self, offer: WeightOffer, number: int, targets: Sequence[WeightTarget], receivers: Mapping[str, int]
+    ) -> dict[str, dict[str, str]]:
         group: Any = offer.buckets[number]
-        ranks = {target.name: rank for rank, target in enumerate(targets)}
+        *before, num_receivers = accumulate((receivers[target.name] for target in targets), initial=0)
+        num_before = {target.name: num for target, num in zip(targets, before, strict=True)}
+        held: dict[str, dict[str, str]] = {}
+        lost = False
 
         async def load(target: WeightTarget) -> None:
-            held[target.name] = await target.load(group.for_receiver(ranks[target.name], len(targets)))
+            nonlocal lost
+            try:
+                held[target.name] = await target.load(group.for_replica(num_before[target.name], num_receivers))
+            except Exception as error:
+                lost = lost or isinstance(error, ActorError)
+                with suppress(ActorError):  # a trainer that is gone raises in `send_weights`
+                    await self._source.interrupt_weights()
+                raise
 
-        left: list[WeightTarget] = []
         failure: Exception | None = None
         try:
             with errors_as_themselves():
                 async with anyio.create_task_group() as sending:
-                    sending.start_soon(self._source.send_weights, number, len(targets))
+                    sending.start_soon(self._source.send_weights, number, num_receivers)
                     try:
-                        left = await self._phase(offer, "transfer", targets, load)
+                        await self._phase(offer, "transfer", targets, load)
                     except Exception as error:  # noqa: BLE001 - raised below
                         # not here: the sender would be cancelled, and a trainer that is cut off loses its weights
                         failure = error
         except RuntimeError as error:
             failure = failure or error
-        if isinstance(failure, RuntimeError):  # torch's: the connection to somebody broke
-            raise _Lost(_broken_group(offer, failure)) from failure
+        if isinstance(failure, _AllLostError):
+            raise failure
+        if lost or isinstance(failure, RuntimeError):  # torch's: the connection to somebody broke
+            raise _Lost(_broken_group(offer, failure or RuntimeError("a replica was lost"))) from failure
         if failure is not None:
             raise failure
-        if len(left) < len(targets):
-            raise _Lost(_broken_group(offer, RuntimeError("a replica was lost")))
+        return held
 
     async def _phase(
         self,

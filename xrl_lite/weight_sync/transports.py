@@ -6,7 +6,7 @@ name           where                                  how
 shared_memory  either side on the CPU, or several     one anonymous segment that the driver holds: written once by
                GPUs of which they share some          the trainer while replicas still generate, read by all
 cuda_ipc       all on one GPU                         buckets in GPU memory that the replicas map
-process_group  each replica on a GPU of its own       broadcast from the trainer to all replicas
+process_group  each replica on GPUs of its own        broadcast from the trainer to all their workers
                (nccl), or CPUs (gloo)
 folder         anything else                          safetensors files
 =============  =====================================  ==========================================================
@@ -152,7 +152,7 @@ def choose_transport(source: frozenset[str], targets: Sequence[frozenset[str]]) 
     if len(devices) == 1:  # the memory of a GPU can be mapped where that GPU is visible, and nowhere else
         return "cuda_ipc"
     # nccl takes one member for each GPU
-    return "process_group" if len(devices) == 1 + len(targets) == sum(map(len, [source, *targets])) else "shared_memory"
+    return "process_group" if len(devices) == sum(map(len, [source, *targets])) else "shared_memory"
 
 
 def make_transport(name: str, *, folder: str | None, bucket_bytes: int, timeout_s: float) -> Transport:

@@ -87,7 +87,8 @@ def test_penalties_follow_their_formulas() -> None:
         ("gpu-a", [{"gpu-a"}, {"gpu-b"}], "shared_memory"),
         ("gpu-a", [{"gpu-b"}, {"gpu-b"}], "shared_memory"),
         ("gpu-a", [{"gpu-a", "gpu-b"}], "shared_memory"),
-        ("gpu-a", [{"gpu-b", "gpu-c"}], "shared_memory"),
+        ("gpu-a", [{"gpu-b", "gpu-c"}, {"gpu-d", "gpu-e"}], "process_group"),
+        ("gpu-a", [{"gpu-b", "gpu-c"}, {"gpu-c", "gpu-d"}], "shared_memory"),
     ],
 )
 def test_the_transport_fits_the_placement(source: str, targets: list[set[str]], wanted: str) -> None:
