@@ -599,6 +599,7 @@ async def build_manager(
         judger=judgers,
         partial_rollout=frozenset(name for name, strategy in strategies.items() if strategy.enable_partial_rollout),
         is_valid={name: strategy.is_valid for name, strategy in strategies.items()},
+        needs_logprobs=config.algorithm.needs_rollout_logprobs,
     )
 
 

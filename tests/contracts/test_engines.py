@@ -209,7 +209,7 @@ async def run_engine(
         weights = {"bigrams.weight": torch.zeros(16, 16)}
     async with CompletionsServer(model) as server, ActorSystem(num_cpus=4) as system:
         defaults = {"engine": name, "health_interval_s": 0.2, "partial_rollout": True}
-        config = RolloutConfig(**defaults, **settings_of(name, server), **settings)
+        config = RolloutConfig(**(defaults | settings_of(name, server) | settings))
         controller = RolloutController(
             system, config=config, model_path=str(model), decode=lambda ids, _: " ".join(map(str, ids)), seed=0
         )
@@ -448,6 +448,25 @@ async def test_an_adapter_that_is_sent_alone_is_generated_with(
             number += len(wanted)
             assert (each.logprobs or [])[start:] == pytest.approx(wanted.tolist(), abs=2e-4)
         assert number > 12, "none of those under way came to the second one"
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+async def test_a_group_of_trainer_and_workers_brings_weights_to_a_tensor_parallel_engine(
+    model_folder: Path, external_module: None
+) -> None:
+    options = {"kv_cache_memory_bytes": 64 << 20, "tensor_parallel_size": 2}
+    async with running_engine("vllm", model_folder, engine_options=options) as engine:
+        transport = make_transport("process_group", folder=None, bucket_bytes=1 << 16, timeout_s=60.0)
+        sync = WeightSync(
+            source=engine.source, targets=engine.controller.adapters, gate=engine.gate, transport=transport
+        )
+        for version in (1, 2):
+            engine.weights = {name: tensor * 1.1 for name, tensor in engine.weights.items()}
+            await sync.sync(version)
+            (state,) = await engine.run(fresh(version))
+            assert state.response_model_steps == [version] * len(state.response_ids or [])
+            assert state.logprobs == pytest.approx(engine.logprobs_of_model(state).tolist(), abs=2e-4)
 
 
 def adapter_of(layer: str, seed: int) -> dict[str, torch.Tensor]:

@@ -92,6 +92,7 @@ def make_producer(
     limits: ProduceLimits = QUICK,
     is_valid: Any = None,
     interval: int = 1,
+    needs_logprobs: bool = False,
     **config: Any,
 ) -> Producer:
     weights = weights or {"t": 1.0}
@@ -106,6 +107,7 @@ def make_producer(
         requests=requests,
         partial_rollout=frozenset(weights) if strategy.enable_partial_rollout else frozenset(),
         is_valid=dict.fromkeys(weights, is_valid) if is_valid else None,
+        needs_logprobs=needs_logprobs,
     )
     tasks = [
         ProducerTask(
@@ -153,6 +155,22 @@ async def test_a_group_that_fails_is_replaced_and_one_failed_member_is_not() -> 
     assert rows_of(groups) == [0, 2, 3]
     assert [group.num_rows for group in groups] == [2, 1, 2]
     assert producer.manager.counts()["t"].num_failed == 1
+
+
+@pytest.mark.parametrize("needed", [True, False])
+async def test_an_attempt_without_logprobs_fails_where_they_are_needed_and_its_agent_is_named(needed: bool) -> None:
+    def leave_out(state: RolloutState) -> None:
+        if state.rollout_id % 2:  # type: ignore[operator]
+            state.logprobs, state.extra_fields["agent_name"] = None, "forgetful"
+
+    (group,) = await one_batch(make_producer(Scripted(leave_out), needs_logprobs=needed), 1)
+    told, untold = group.states
+    assert told.status is Status.COMPLETED
+    assert (untold.status is Status.FAILED) is needed
+    if needed:
+        assert "agent 'forgetful' returned a trajectory without log-probs" in (untold.error_msg or "")
+        assert "response_logprobs" in (untold.error_msg or "")
+        assert untold.reward is None
 
 
 async def test_failing_for_ever_backs_off_and_stops_with_the_reason() -> None:

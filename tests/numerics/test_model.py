@@ -759,6 +759,24 @@ def test_the_gap_is_that_of_tokens_of_the_present_weights(mini_batches: int, tin
     assert found["logprob_gap/older_max"] == pytest.approx(2.0, abs=1e-4)
 
 
+@pytest.mark.parametrize("mini_batches", [1, 3])
+def test_rollout_logprobs_that_are_not_known_change_no_update_and_no_gap(
+    mini_batches: int, tiny_model_folder: Path
+) -> None:
+    batch = make_batch()
+    exact = make_worker(tiny_model_folder).measure(batch, ["old_logprobs"])["old_logprobs"]
+    known = replace(batch, rollout_logprobs=[[value - 0.5 for value in row] for row in exact])
+    some = replace(known, rollout_logprobs=[known.rollout_logprobs[0], *[[math.nan] * len(row) for row in exact[1:]]])
+    none = replace(known, rollout_logprobs=[[math.nan] * len(row) for row in exact])
+    workers = [make_worker(tiny_model_folder, mini_batches=mini_batches) for _ in range(3)]
+    found = [worker.train_batch(each) for worker, each in zip(workers, (known, some, none), strict=True)]
+    for worker in workers[1:]:
+        for name, tensor in worker.export_weights().items():
+            assert torch.equal(tensor, workers[0].export_weights()[name]), name
+    assert found[1]["logprob_gap/mean"] == pytest.approx(0.5, abs=1e-4)
+    assert not any(name.startswith("logprob_gap") for name in found[2])
+
+
 @pytest.mark.parametrize("loss", ["clip_cov", "kl_cov", {"loss_mode": "dro", "dro_beta": 0.1}])
 def test_losses_that_look_at_the_whole_update_train(loss: Any, tiny_model_folder: Path) -> None:
     runs = [make_worker(tiny_model_folder, mini_batches=2, policy_loss=loss).train_batch(make_batch()) for _ in "ab"]

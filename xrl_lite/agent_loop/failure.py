@@ -16,6 +16,12 @@ from xrl_lite.data import RolloutState, Status
 _HERE = Path(__file__).parent
 _LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
 
+LOGPROBS_ARE_NEEDED = (
+    "algorithm.rollout_correction, or an estimator that takes rollout_log_probs, needs the log-prob of each sampled "
+    "token. Have the agent return response_logprobs, as generate gave them; or leave rollout_correction out, and the "
+    "trainer does without."
+)
+
 
 def failed(state: RolloutState, reason: str) -> RolloutState:
     """Mark a state as lost."""
@@ -48,6 +54,17 @@ def is_being_cancelled() -> bool:
 
     task = asyncio.current_task()
     return anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling() > 0)
+
+
+def refuse_unknown_logprobs(states: Sequence[RolloutState]) -> None:
+    """Mark the trajectories of an attempt as lost if one of them is to be trained on and has no log-probs."""
+    for state in states:
+        if state.status is Status.COMPLETED and state.logprobs is None:
+            name = state.extra_fields.get("agent_name")
+            agent = f"agent {name!r}" if name else f"the agent of task {state.task_name!r}"
+            for each in states:
+                failed(each, f"{agent} returned a trajectory without log-probs. {LOGPROBS_ARE_NEEDED}").reward = None
+            return
 
 
 def refuse_endless_score(states: Sequence[RolloutState]) -> None:

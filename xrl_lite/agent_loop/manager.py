@@ -28,7 +28,7 @@ from anyio.abc import TaskGroup
 
 from xrl_lite.actors import now
 from xrl_lite.agent_loop.base import AgentLoop, is_to_be_run
-from xrl_lite.agent_loop.failure import failed, late
+from xrl_lite.agent_loop.failure import failed, late, refuse_unknown_logprobs
 from xrl_lite.agent_loop.strategy import AgentLoopManagerConfig, IsValidSampleFn, all_are_valid
 from xrl_lite.data import RolloutState, Status, reset_rollout_response, split_sessions
 from xrl_lite.errors import ActorError, ConfigError, LeaseError, RunError, errors_as_themselves
@@ -155,6 +155,7 @@ class AgentLoopManager(GroupTasks):
         requests: Ends requests in flight when generation is paused; None lets them end by themselves.
         partial_rollout: Tasks whose aborted attempts go on from their tokens.
         is_valid: Validity filters, by task; no filter where there is none.
+        needs_logprobs: Fail attempts without log-probs: the algorithm cannot do without.
         worker: Name in the leases.
     """
 
@@ -167,6 +168,7 @@ class AgentLoopManager(GroupTasks):
         requests: AbortsRequests | None = None,
         partial_rollout: frozenset[str] = frozenset(),
         is_valid: Mapping[str, IsValidSampleFn] | None = None,
+        needs_logprobs: bool = False,
         worker: str = "driver",
     ) -> None:
         self.agent_loops = dict(agent_loops)
@@ -175,6 +177,7 @@ class AgentLoopManager(GroupTasks):
         self._requests = requests
         self._partial_rollout = partial_rollout
         self._is_valid = is_valid or {}
+        self._needs_logprobs = needs_logprobs
         self._worker = worker
         self._in_flight: dict[str, anyio.CancelScope] = {}
         self._is_pausing = False
@@ -192,7 +195,7 @@ class AgentLoopManager(GroupTasks):
         **kwargs: Any,
     ) -> Self:
         """Make a manager; what else is in `kwargs` and fits the constructor is handed on."""
-        known = {"partial_rollout", "is_valid", "worker"} & kwargs.keys()
+        known = {"partial_rollout", "is_valid", "needs_logprobs", "worker"} & kwargs.keys()
         requests = llm_client if hasattr(llm_client, "abort_all") else None
         options = {name: kwargs[name] for name in known}
         return cls(agent_loops, replay_buffer=replay_buffer, config=config, requests=requests, **options)
@@ -346,6 +349,9 @@ class AgentLoopManager(GroupTasks):
         for state in states:
             if state.status is Status.ABORTED:  # nobody here did it, so nobody would run it again
                 failed(state, "aborted by the engine")
+        if self._needs_logprobs:
+            for attempt in split_sessions(states):
+                refuse_unknown_logprobs(attempt)
         self._count(counts, states, seconds)
         is_valid = self._is_valid.get(group.task_name, all_are_valid)
         good = [state for state in states if state.status is Status.COMPLETED]

@@ -38,7 +38,8 @@ class AgentLoopOutput(BaseModel):
     response_mask: list[int]
     """1 on tokens of the model, 0 on others; as long as `response_ids`."""
     response_logprobs: list[float] | None = None
-    """Log-probability of each response token; 0.0 on others' tokens."""
+    """Log-probability of each response token; 0.0 on others' tokens. None where they are not known: the old policy is
+    computed by the trainer, as ever, and the attempt fails only where the algorithm weighs by these."""
     routed_experts: Any = None
     """Experts each token was routed to."""
     multi_modal_data: dict[str, Any] | None = None

@@ -252,6 +252,11 @@ class AlgorithmConfig(_Readable):
         return self.use_kl_in_reward or self.use_kl_loss
 
     @property
+    def needs_rollout_logprobs(self) -> bool:
+        """Whether something is computed with the log-probs that the rollout engine told."""
+        return self.rollout_correction is not None or "rollout_log_probs" in self.requirements()
+
+    @property
     def aggregation(self) -> LossAggregation:
         """How the losses of tokens become one number."""
         own = policy_loss(self.policy_loss.loss_mode).aggregation

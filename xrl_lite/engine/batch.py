@@ -20,7 +20,7 @@ class TrainBatch:
     response_masks: list[list[int]]
     """1 where a response token is trained on."""
     rollout_logprobs: list[list[float]]
-    """Log-probability of each response token when it was sampled."""
+    """Log-probability of each response token when it was sampled; NaN where an agent does not tell."""
     groups: list[int]
     """Group of each trajectory."""
     sessions: list[int]

@@ -134,8 +134,12 @@ class GapsByAge:
         self._present, self._older = LogprobGap(), LogprobGap()
 
     def add(self, trainer: Tensor, rollout: Tensor, is_present: Tensor) -> None:
-        """Add log-probs of the same tokens, and whether the weights of the moment sampled them, (T,) each."""
-        trainer, rollout, is_present = trainer.detach().cpu(), rollout.cpu(), is_present.cpu()
+        """Add log-probs of the same tokens, and whether the weights of the moment sampled them, (T,) each.
+
+        Tokens are left out whose log-prob the rollout engine does not tell (NaN).
+        """
+        known = ~rollout.cpu().isnan()
+        trainer, rollout, is_present = (each.detach().cpu()[known] for each in (trainer, rollout, is_present))
         self._present.add(trainer[is_present], rollout[is_present])
         self._older.add(trainer[~is_present], rollout[~is_present])
 

@@ -308,7 +308,12 @@ class RLTrainer(ABC):
         """
         algorithm = self.settings.algorithm
         keys = algorithm.gdpo_reward_keys if algorithm.advantage == "gdpo" else None
-        return prepare_train_data(groups, max_tokens=self.settings.max_tokens, reward_keys=keys or ())
+        return prepare_train_data(
+            groups,
+            max_tokens=self.settings.max_tokens,
+            reward_keys=keys or (),
+            needs_logprobs=algorithm.needs_rollout_logprobs,
+        )
 
     # --- one step
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+from xrl_lite.agent_loop.failure import LOGPROBS_ARE_NEEDED
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.data.rollout_state import UNKNOWN_VERSION
 from xrl_lite.engine.batch import TrainBatch
@@ -39,7 +40,11 @@ class _Tokens:
 
 
 def prepare_train_data(
-    groups: Sequence[Sequence[RolloutState]], *, max_tokens: int | None = None, reward_keys: Sequence[str] = ()
+    groups: Sequence[Sequence[RolloutState]],
+    *,
+    max_tokens: int | None = None,
+    reward_keys: Sequence[str] = (),
+    needs_logprobs: bool = False,
 ) -> tuple[TrainBatch, dict[str, float]]:
     """Return the trajectories of all groups with their rewards, and metrics of the batch. Advantages are still 0.
 
@@ -51,6 +56,7 @@ def prepare_train_data(
         groups: Attempts at each prompt.
         max_tokens: Longest prompt and response together that the engine takes.
         reward_keys: Parts of the reward that each must have.
+        needs_logprobs: Refuse attempts without log-probs, which otherwise are NaN where they are not known.
 
     Raises:
         RunError: an attempt that should be trained on lacks something; names sample and field.
@@ -60,7 +66,7 @@ def prepare_train_data(
     last = dict(zip(sessions, range(len(kept)), strict=True))
     for place, (_, state) in enumerate(kept):
         _check_reward(state, reward_keys, needed=last[sessions[place]] == place)
-    tokens = [_tokens(state, max_tokens) for _, state in kept]
+    tokens = [_tokens(state, max_tokens, needs_logprobs=needs_logprobs) for _, state in kept]
     rewards = [_reward(kept[last[session]][1]) for session in sessions]
     parts = {key: [_number(reward, key) for reward in rewards] for key in _numeric_keys(rewards)}
     batch = TrainBatch(
@@ -179,7 +185,7 @@ def _check_reward(state: RolloutState, keys: Sequence[str], *, needed: bool) -> 
             raise _unusable(state, f"reward[{key!r}]", f"it must be a finite number, got {value!r} in {reward!r}")
 
 
-def _tokens(state: RolloutState, max_tokens: int | None) -> _Tokens:
+def _tokens(state: RolloutState, max_tokens: int | None, *, needs_logprobs: bool) -> _Tokens:
     if state.mm_info is not None and state.mm_info.pixel_values is not None:
         raise _unusable(state, "mm_info", "it has images, and the training engines take text only")
     if state.input_ids is not None or state.labels is not None:
@@ -188,7 +194,9 @@ def _tokens(state: RolloutState, max_tokens: int | None) -> _Tokens:
         tokens = _response_tokens(state)
     if not tokens.prompt:
         raise _unusable(state, "prompt_ids", "it is empty: the first response token is predicted from the prompt")
-    if not all(map(math.isfinite, tokens.logprobs)):
+    if state.logprobs is None and needs_logprobs:
+        raise _unusable(state, "logprobs", f"it is None. {LOGPROBS_ARE_NEEDED}")
+    if state.logprobs is not None and not all(map(math.isfinite, tokens.logprobs)):
         raise _unusable(state, "logprobs", "not all are finite; are the weights, or top_p and top_k, all right?")
     total = len(tokens.prompt) + len(tokens.response)
     if max_tokens is not None and total > max_tokens:
@@ -208,19 +216,19 @@ def _response_tokens(state: RolloutState) -> _Tokens:
         raise _unusable(state, "response", "it is None, though there are response tokens")
     mask = list(state.response_mask) if state.response_mask is not None else [1] * len(response)
     for field, value in (("response_mask", mask), ("logprobs", state.logprobs)):
-        if value is None or len(value) != len(response):
-            given = "None" if value is None else f"{len(value)} values"
-            raise _unusable(state, field, f"it has {given} for {len(response)} response tokens")
+        if value is not None and len(value) != len(response):
+            raise _unusable(state, field, f"it has {len(value)} values for {len(response)} response tokens")
     if not set(mask) <= {0, 1}:
         raise _unusable(state, "response_mask", f"it must hold 0 and 1 only, got {sorted(set(mask))}")
     prompt = state.extra_fields.get("train_prompt_ids") or state.prompt_ids or []
-    logprobs = _under(mask, state.logprobs or [])
+    logprobs = _under(mask, state.logprobs or [math.nan] * len(mask))
     return _Tokens(list(prompt), response, mask, logprobs, _versions(state, len(response)))
 
 
 def _agent_tokens(state: RolloutState) -> _Tokens:
     """Rows with labels: everything from the first label on is response, what has no label has mask 0."""
-    ids, labels, logprobs = state.input_ids or [], state.labels or [], state.logprobs or []
+    ids, labels = state.input_ids or [], state.labels or []
+    logprobs = state.logprobs or [math.nan] * len(ids)
     for field, value in (("labels", labels), ("logprobs", logprobs)):
         if len(value) != len(ids):
             raise _unusable(state, field, f"it has {len(value)} values for {len(ids)} input_ids")

@@ -126,7 +126,6 @@ def test_reward_parts_that_only_some_samples_have_are_averaged_over_those() -> N
         ({"response_mask": [1]}, "response_mask: it has 1 values for 2 response tokens"),
         ({"response_mask": [1, 2]}, r"response_mask: it must hold 0 and 1 only, got \[1, 2\]"),
         ({"logprobs": [-0.1]}, "logprobs: it has 1 values for 2 response tokens"),
-        ({"logprobs": None}, "logprobs: it has None for 2 response tokens"),
         ({"logprobs": [-0.1, math.nan]}, "logprobs: not all are finite"),
         ({"prompt_ids": [1] * 9}, "have 11 tokens, more than engine.max_tokens_per_micro_batch=10"),
         ({"mm_info": MultimodalInfo(pixel_values=[1.0])}, "mm_info: it has images"),
@@ -143,6 +142,24 @@ def test_what_cannot_be_trained_on_names_sample_and_field(fields: dict[str, Any]
 def test_a_part_that_the_estimator_needs_is_missed_early() -> None:
     with pytest.raises(RunError, match=r"Sample 42 .*reward\['format'\]: it must be a finite number, got None"):
         prepare_train_data([[make_state(rollout_id=42)]], reward_keys=["format"])
+
+
+def test_logprobs_that_an_agent_does_not_tell_are_nan_where_a_token_is_trained_on() -> None:
+    rows: dict[str, Any] = {"input_ids": [1, 2, 3], "labels": [-100, 2, -100]}
+    batch, _ = prepare_train_data(
+        [[scored(1.0, logprobs=None, response_mask=[1, 0]), scored(0.0, logprobs=None, **rows), scored(0.0)]]
+    )
+    assert [[math.isnan(value) for value in row] for row in batch.rollout_logprobs] == [
+        [True, False],
+        [True, False],
+        [False, False],
+    ]
+
+
+def test_logprobs_that_the_algorithm_needs_are_missed_with_a_way_out() -> None:
+    lacking = make_state(rollout_id=42, logprobs=None)
+    with pytest.raises(RunError, match=r"Sample 42 .*logprobs: it is None. .*leave rollout_correction out"):
+        prepare_train_data([[scored(1.0), lacking]], needs_logprobs=True)
 
 
 def test_nan_of_a_token_that_was_not_sampled_does_not_matter() -> None:
