@@ -173,6 +173,31 @@ async def test_an_attempt_without_logprobs_fails_where_they_are_needed_and_its_a
         assert untold.reward is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"response_mask": [1, 1]}, "response_mask: it has 2 values for 1 response tokens"),
+        ({"logprobs": [-0.5] * 3}, "logprobs: it has 3 values for 1 response tokens"),
+        ({"input_ids": [1, 2], "labels": [2]}, "labels: it has 1 values for 2 input_ids"),
+    ],
+)
+async def test_an_attempt_whose_lists_do_not_fit_fails_and_its_agent_is_named(
+    fields: dict[str, Any], wanted: str
+) -> None:
+    def spoil(state: RolloutState) -> None:
+        if state.rollout_id % 2:  # type: ignore[operator]
+            for name, value in fields.items():
+                setattr(state, name, value)
+
+    (group,) = await one_batch(make_producer(Scripted(spoil)), 1)
+    good, bad = group.states
+    assert (good.status, bad.status, bad.reward) == (Status.COMPLETED, Status.FAILED, None)
+    assert (
+        bad.error_msg == f"sample {bad.rollout_id}: the agent of task 't' returned a trajectory whose lists do not "
+        f"fit: {wanted}."
+    )
+
+
 async def test_failing_for_ever_backs_off_and_stops_with_the_reason() -> None:
     def fail(state: RolloutState) -> None:
         raise RolloutError("no replica")

@@ -13,8 +13,8 @@ import anyio
 from pydantic import Field
 
 from xrl_lite.actors import CPUResourcesConfig
-from xrl_lite.agent_loop.failure import describe_error, failed, is_being_cancelled, late, refuse_endless_score
-from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status
+from xrl_lite.agent_loop.failure import describe_error, is_being_cancelled, late, refuse_endless_score
+from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status, failed
 from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
 from xrl_lite.log import get_logger

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import anyio
 
-from xrl_lite.data import RolloutState, Status
+from xrl_lite.data import RolloutState, Status, failed, find_uneven
 
 _HERE = Path(__file__).parent
 _LIBRARIES = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
@@ -21,13 +21,6 @@ LOGPROBS_ARE_NEEDED = (
     "token. Have the agent return response_logprobs, as generate gave them; or leave rollout_correction out, and the "
     "trainer does without."
 )
-
-
-def failed(state: RolloutState, reason: str) -> RolloutState:
-    """Mark a state as lost."""
-    state.status = Status.FAILED
-    state.error_msg = f"sample {state.rollout_id}: {reason}"
-    return state
 
 
 def late(state: RolloutState, timeout_s: float | None) -> RolloutState:
@@ -56,15 +49,28 @@ def is_being_cancelled() -> bool:
     return anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling() > 0)
 
 
-def refuse_unknown_logprobs(states: Sequence[RolloutState]) -> None:
-    """Mark the trajectories of an attempt as lost if one of them is to be trained on and has no log-probs."""
+def refuse_untrainable(states: Sequence[RolloutState], *, needs_logprobs: bool) -> None:
+    """Mark the trajectories of an attempt as lost if one of them cannot be trained on as its agent returned it.
+
+    Args:
+        states: Trajectories of one attempt.
+        needs_logprobs: Whether the algorithm cannot do without log-probs.
+    """
     for state in states:
-        if state.status is Status.COMPLETED and state.logprobs is None:
+        if state.status is Status.COMPLETED and (problem := _problem_of(state, needs_logprobs=needs_logprobs)):
             name = state.extra_fields.get("agent_name")
             agent = f"agent {name!r}" if name else f"the agent of task {state.task_name!r}"
             for each in states:
-                failed(each, f"{agent} returned a trajectory without log-probs. {LOGPROBS_ARE_NEEDED}").reward = None
+                failed(each, f"{agent} returned a trajectory {problem}").reward = None
             return
+
+
+def _problem_of(state: RolloutState, *, needs_logprobs: bool) -> str | None:
+    if needs_logprobs and not state.logprobs:
+        return f"without log-probs. {LOGPROBS_ARE_NEEDED}"
+    if (uneven := find_uneven(state)) is not None:
+        return f"whose lists do not fit: {uneven[0]}: {uneven[1]}."
+    return None
 
 
 def refuse_endless_score(states: Sequence[RolloutState]) -> None:

@@ -28,9 +28,9 @@ from anyio.abc import TaskGroup
 
 from xrl_lite.actors import now
 from xrl_lite.agent_loop.base import AgentLoop, is_to_be_run
-from xrl_lite.agent_loop.failure import failed, late, refuse_unknown_logprobs
+from xrl_lite.agent_loop.failure import late, refuse_untrainable
 from xrl_lite.agent_loop.strategy import AgentLoopManagerConfig, IsValidSampleFn, all_are_valid
-from xrl_lite.data import RolloutState, Status, reset_rollout_response, split_sessions
+from xrl_lite.data import RolloutState, Status, failed, reset_rollout_response, split_sessions
 from xrl_lite.errors import ActorError, ConfigError, LeaseError, RunError, errors_as_themselves
 from xrl_lite.log import get_logger
 from xrl_lite.registry import load_object
@@ -349,9 +349,8 @@ class AgentLoopManager(GroupTasks):
         for state in states:
             if state.status is Status.ABORTED:  # nobody here did it, so nobody would run it again
                 failed(state, "aborted by the engine")
-        if self._needs_logprobs:
-            for attempt in split_sessions(states):
-                refuse_unknown_logprobs(attempt)
+        for attempt in split_sessions(states):
+            refuse_untrainable(attempt, needs_logprobs=self._needs_logprobs)
         self._count(counts, states, seconds)
         is_valid = self._is_valid.get(group.task_name, all_are_valid)
         good = [state for state in states if state.status is Status.COMPLETED]

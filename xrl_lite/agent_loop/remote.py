@@ -40,8 +40,7 @@ from xrl_lite.actors import (
     unregister_cpu_resources,
 )
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
-from xrl_lite.agent_loop.failure import failed
-from xrl_lite.data import RolloutState, SampleParams
+from xrl_lite.data import RolloutState, SampleParams, failed
 from xrl_lite.errors import ActorDiedError, ActorError, errors_as_themselves
 from xrl_lite.log import get_logger
 from xrl_lite.registry import load_plugins

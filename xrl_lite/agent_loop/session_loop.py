@@ -27,9 +27,9 @@ from xrl_lite.agent_loop.base import (
     needs_judgement,
     spread_judgement,
 )
-from xrl_lite.agent_loop.failure import describe_error, failed
+from xrl_lite.agent_loop.failure import describe_error
 from xrl_lite.agent_loop.output import AgentLoopOutput
-from xrl_lite.data import RolloutState, Status
+from xrl_lite.data import RolloutState, Status, failed
 from xrl_lite.data.rows import copy_containers
 from xrl_lite.errors import ActorError, ConfigError, JudgerError, RolloutError, RunError, WeightSyncError
 from xrl_lite.log import get_logger

@@ -252,6 +252,30 @@ def reset_rollout_response(state: RolloutState) -> RolloutState:
     return state
 
 
+def failed(state: RolloutState, reason: str) -> RolloutState:
+    """Mark a state as lost."""
+    state.status = Status.FAILED
+    state.error_msg = f"sample {state.rollout_id}: {reason}"
+    return state
+
+
+def find_uneven(state: RolloutState) -> tuple[str, str] | None:
+    """Return a field that has not a value for each token, and what is wrong with it; None where there is none.
+
+    Log-probs and mask may be left out. A state with `input_ids` or `labels` is measured by these.
+    """
+    if state.input_ids is not None or state.labels is not None:
+        tokens, name = state.input_ids or [], "input_ids"
+        fields = {"labels": state.labels or [], "logprobs": state.logprobs or None}
+    else:
+        tokens, name = state.response_ids or [], "response tokens"
+        fields = {"response_mask": state.response_mask, "logprobs": state.logprobs or None}
+    for field, values in fields.items():
+        if values is not None and len(values) != len(tokens):
+            return field, f"it has {len(values)} values for {len(tokens)} {name}"
+    return None
+
+
 def update_sample_version(state: RolloutState, model_step: int) -> RolloutState:
     """Note that all response tokens without a version yet were sampled by version `model_step`."""
     steps = list(state.response_model_steps or [])

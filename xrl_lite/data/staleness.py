@@ -14,6 +14,7 @@ from xrl_lite.data.rollout_state import (
     RolloutState,
     Status,
     calculate_seq_staleness,
+    find_uneven,
     reset_rollout_response,
 )
 
@@ -52,6 +53,9 @@ def calculate_group_effective_response_masks(
 
     None for a state stands for "as it is": no threshold, no response, a mask of zeros, or (for the whole group) an
     agent that built the training input itself.
+
+    Raises:
+        ValueError: a response mask has not the length of its response; names the sample.
     """
     if token_stale_threshold is None or any(state.input_ids or state.labels for state in group):
         return [None] * len(group)
@@ -112,6 +116,8 @@ def _effective_mask(state: RolloutState, train_step: int, threshold: int) -> lis
     mask, num_tokens = state.response_mask, len(state.response_ids or ())
     if not num_tokens or (mask is not None and not any(mask)):
         return None
+    if (uneven := find_uneven(state)) is not None:
+        raise ValueError(f"sample {state.rollout_id}: {uneven[0]}: {uneven[1]}.")
     steps = state.response_model_steps or []
     if len(steps) != num_tokens:  # of an agent that does not tell, or not of each token
         steps = [UNKNOWN_VERSION] * num_tokens

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from xrl_lite.data import RolloutState, SampleParams, Status, update_status_from_finish_reason
+from xrl_lite.data import RolloutState, SampleParams, Status, failed, update_status_from_finish_reason
 from xrl_lite.errors import ActorError, RolloutError, errors_as_themselves
 from xrl_lite.log import get_logger
 from xrl_lite.rollout.adapter import ServerAdapter, make_adapter
@@ -159,7 +159,8 @@ class RolloutController:
                 f"no whole response within {self._config.request_timeout_s:g} s (rollout.request_timeout_s), "
                 f"queueing included"
             )
-        return _failed(state, f"sample {state.rollout_id}: {problem}")
+        _empty(state)
+        return failed(state, problem)
 
     @asynccontextmanager
     async def streaming(self, state: RolloutState) -> AsyncGenerator[MemoryObjectReceiveStream[GenerateResult]]:
@@ -435,10 +436,3 @@ def _before_stop(text: str, stops: list[str]) -> str:
 def _empty(state: RolloutState) -> None:
     state.response = state.response_ids = state.logprobs = state.response_mask = state.response_model_steps = None
     state.finish_reason = state.routed_experts = state.reward = state.error_msg = None
-
-
-def _failed(state: RolloutState, error_msg: str) -> RolloutState:
-    _empty(state)
-    state.status = Status.FAILED
-    state.error_msg = error_msg
-    return state

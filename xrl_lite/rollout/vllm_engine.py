@@ -15,6 +15,7 @@ import asyncio
 import dataclasses
 import importlib.util
 import json
+import math
 import os
 import pickle
 import struct
@@ -291,8 +292,11 @@ def _write_adapter(folder: Path, adapter: dict[str, Tensor], settings: Mapping[s
 def _set_environment(config: RolloutConfig) -> None:
     """Say what vLLM reads from the environment of its process only."""
     cpus = sorted(os.sched_getaffinity(0))[: config.num_threads or None]
+    parallel = [config.engine_options.get(f"{kind}_parallel_size", 1) for kind in ("tensor", "pipeline")]
+    num_workers = math.prod(parallel)
+    shares = [cpus[worker::num_workers] or cpus for worker in range(num_workers)]
     # by itself it would leave a core to its scheduler, on two cores half of the machine
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cpus)))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, share)) for share in shares))
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Any
 
 from xrl_lite.agent_loop.failure import LOGPROBS_ARE_NEEDED
-from xrl_lite.data import RolloutState, Status
+from xrl_lite.data import RolloutState, Status, find_uneven
 from xrl_lite.data.rollout_state import UNKNOWN_VERSION
 from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.errors import RunError
@@ -194,9 +194,9 @@ def _tokens(state: RolloutState, max_tokens: int | None, *, needs_logprobs: bool
         tokens = _response_tokens(state)
     if not tokens.prompt:
         raise _unusable(state, "prompt_ids", "it is empty: the first response token is predicted from the prompt")
-    if state.logprobs is None and needs_logprobs:
-        raise _unusable(state, "logprobs", f"it is None. {LOGPROBS_ARE_NEEDED}")
-    if state.logprobs is not None and not all(map(math.isfinite, tokens.logprobs)):
+    if needs_logprobs and not state.logprobs:
+        raise _unusable(state, "logprobs", f"there are none. {LOGPROBS_ARE_NEEDED}")
+    if state.logprobs and not all(map(math.isfinite, tokens.logprobs)):
         raise _unusable(state, "logprobs", "not all are finite; are the weights, or top_p and top_k, all right?")
     total = len(tokens.prompt) + len(tokens.response)
     if max_tokens is not None and total > max_tokens:
@@ -212,12 +212,10 @@ def _response_tokens(state: RolloutState) -> _Tokens:
     response = list(state.response_ids or [])
     if not response:
         raise _unusable(state, "response_ids", "it is empty")
+    _check_even(state)
     if state.response is None:  # "" is the text of a response that ends at once
         raise _unusable(state, "response", "it is None, though there are response tokens")
     mask = list(state.response_mask) if state.response_mask is not None else [1] * len(response)
-    for field, value in (("response_mask", mask), ("logprobs", state.logprobs)):
-        if value is not None and len(value) != len(response):
-            raise _unusable(state, field, f"it has {len(value)} values for {len(response)} response tokens")
     if not set(mask) <= {0, 1}:
         raise _unusable(state, "response_mask", f"it must hold 0 and 1 only, got {sorted(set(mask))}")
     prompt = state.extra_fields.get("train_prompt_ids") or state.prompt_ids or []
@@ -227,11 +225,9 @@ def _response_tokens(state: RolloutState) -> _Tokens:
 
 def _agent_tokens(state: RolloutState) -> _Tokens:
     """Rows with labels: everything from the first label on is response, what has no label has mask 0."""
+    _check_even(state)
     ids, labels = state.input_ids or [], state.labels or []
     logprobs = state.logprobs or [math.nan] * len(ids)
-    for field, value in (("labels", labels), ("logprobs", logprobs)):
-        if len(value) != len(ids):
-            raise _unusable(state, field, f"it has {len(value)} values for {len(ids)} input_ids")
     trained = [place for place, label in enumerate(labels) if label != IGNORED]
     if not trained:
         raise _unusable(state, "labels", f"all are {IGNORED}, so there is nothing to train on")
@@ -243,6 +239,11 @@ def _agent_tokens(state: RolloutState) -> _Tokens:
     start = trained[0]
     mask = [int(label != IGNORED) for label in labels[start:]]
     return _Tokens(ids[:start], ids[start:], mask, _under(mask, logprobs[start:]), _versions(state, len(mask)))
+
+
+def _check_even(state: RolloutState) -> None:
+    if (uneven := find_uneven(state)) is not None:
+        raise _unusable(state, *uneven)
 
 
 def _under(mask: Sequence[int], logprobs: Sequence[float]) -> list[float]:

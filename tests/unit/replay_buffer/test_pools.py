@@ -282,6 +282,12 @@ def test_effective_masks(
     assert one.response_mask == mask
 
 
+def test_a_mask_that_does_not_fit_its_response_names_the_sample() -> None:
+    one = state(17, [0, 4], response_mask=[1])
+    with pytest.raises(ValueError, match="sample 17: response_mask: it has 1 values for 2 response tokens"):
+        calculate_group_effective_response_masks([one], current_train_step=5, token_stale_threshold=4)
+
+
 @pytest.mark.parametrize("steps", [None, [], [0], [-1, -1]])
 def test_a_response_whose_versions_are_not_known_is_never_too_old(steps: list[int] | None) -> None:
     one = state(1, [0, 0], response_mask=[0, 1])

@@ -158,7 +158,7 @@ def test_logprobs_that_an_agent_does_not_tell_are_nan_where_a_token_is_trained_o
 
 def test_logprobs_that_the_algorithm_needs_are_missed_with_a_way_out() -> None:
     lacking = make_state(rollout_id=42, logprobs=None)
-    with pytest.raises(RunError, match=r"Sample 42 .*logprobs: it is None. .*leave rollout_correction out"):
+    with pytest.raises(RunError, match=r"Sample 42 .*logprobs: there are none. .*leave rollout_correction out"):
         prepare_train_data([[scored(1.0), lacking]], needs_logprobs=True)
 
 
