@@ -10,6 +10,8 @@ MAX_DEPTH = 100
 """Objects and lists inside each other; more would meet the limit of recursion somewhere later."""
 
 _DECODER = json.JSONDecoder()
+_FIRST_LOOK = 512
+_LONGEST_WORD = len("\\uD83D\\uDE00")
 
 
 class JsonTextError(ValueError):
@@ -35,11 +37,25 @@ def read_json_at(text: str, start: int) -> tuple[Any, int]:
     Raises:
         JsonTextError: as in `read_json`.
     """
-    try:
-        value, end = _DECODER.raw_decode(text, start)
-    except (ValueError, RecursionError) as error:
-        raise _explained(error) from error
-    return _not_too_deep(value), end
+    size = _FIRST_LOOK
+    while True:  # the decoder reads all of a text to tell where in it an error is
+        part, is_rest = text[start : start + size], start + size >= len(text)
+        try:
+            value, end = _DECODER.raw_decode(part)
+        except json.JSONDecodeError as error:
+            if is_rest or not _may_be_cut_off(error, part):
+                raise JsonTextError(f"{error.msg} at character {start + error.pos}") from error
+        except (ValueError, RecursionError) as error:
+            raise _explained(error) from error
+        else:
+            if is_rest or end + _LONGEST_WORD < len(part):  # 1. and 1e+ are read as 1
+                return _not_too_deep(value), start + end
+        size *= 2
+
+
+def _may_be_cut_off(error: json.JSONDecodeError, part: str) -> bool:
+    """Whether an error may come of the end of a part: a text without its quote, or a word or escape without its end."""
+    return error.msg.startswith("Unterminated") or error.pos + _LONGEST_WORD >= len(part)
 
 
 def split_lines(text: str) -> list[str]:

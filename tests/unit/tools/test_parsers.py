@@ -476,6 +476,27 @@ def test_no_value_in_a_well_formed_call_raises(name: str, kind: str) -> None:
         assert found.checked().error or isinstance(found.parameters, dict)
 
 
+@pytest.mark.parametrize(
+    ("name", "piece"),
+    [
+        ("hermes", '<tool_call>{"name": '),
+        ("hermes", "<tool_call>{}x"),
+        ("qwen3_coder", "<tool_call><function=a>"),
+        ("glm", "<tool_call></tool_call>"),
+        ("gemma", "<|tool_call>call:a{<tool_call|>"),
+    ],
+)
+def test_thousands_of_calls_that_are_not_closed_take_no_long_time(name: str, piece: str) -> None:
+    """As below: to look through the rest of the text for each of them would take longer than a test may."""
+    num_calls = 50_000
+    assert len(ToolParser.get_tool_parser(name).parse(piece * num_calls, TOOLS).calls) >= num_calls - 1
+
+
+def test_space_in_a_tag_takes_no_long_time() -> None:
+    (found,) = parse("minimax", "<minimax:tool_call><invoke name=" + " " * 100_000).calls
+    assert found.error is not None
+
+
 @pytest.mark.parametrize("name", NINE)
 def test_long_texts_take_no_long_time(name: str) -> None:
     """What looked at the rest of the text again for each piece would take minutes, which a test does not have."""

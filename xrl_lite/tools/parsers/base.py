@@ -10,7 +10,9 @@ To add a format, subclass `ToolParser` and register it::
 from __future__ import annotations
 
 import json
+import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, TypeVar, cast
@@ -57,6 +59,35 @@ class ParsedResponse:
     """The text around the calls."""
     calls: tuple[FunctionCall, ...] = ()
     """The calls in order, malformed ones included."""
+
+
+class Marks:
+    """Where marks stand in a text. Each is looked for once, however often it is asked about: that keeps parsers linear.
+
+    Args:
+        text: The text.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._places: dict[str, list[int]] = {}
+
+    def first(self, mark: str, start: int) -> int:
+        """Return the first place from `start` on, -1 where there is none."""
+        places = self._places_of(mark)
+        index = bisect_left(places, start)
+        return places[index] if index < len(places) else -1
+
+    def last(self, mark: str, start: int, end: int) -> int:
+        """Return the last place at which it stands whole between `start` and `end`, -1 where there is none."""
+        places = self._places_of(mark)
+        index = bisect_right(places, end - len(mark)) - 1
+        return places[index] if index >= 0 and places[index] >= start else -1
+
+    def _places_of(self, mark: str) -> list[int]:
+        if mark not in self._places:
+            self._places[mark] = [match.start() for match in re.finditer(re.escape(mark), self._text)]
+        return self._places[mark]
 
 
 class DecodesTokens(Protocol):

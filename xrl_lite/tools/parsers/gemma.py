@@ -21,6 +21,7 @@ class GemmaParser(ToolParser):
     keeps_special_tokens = True
     call_marks = ("<|tool_call>",)
     _opening, _closing = "<|tool_call>", "<tool_call|>"
+    _behind = re.compile(r"\s*<tool_call\|>")
     _header = re.compile(r"\s*call:(?P<name>[\w.\-]+)\s*(?=\{)")
 
     def parse(self, text: str, tools: Sequence[ToolSchema]) -> ParsedResponse:
@@ -47,9 +48,8 @@ class GemmaParser(ToolParser):
         except _NotReadableError as error:
             return self._malformed(text, start, header.group("name"), f"the arguments cannot be read: {error}")
         end = reader.place
-        rest = text[end:]
-        if rest.lstrip().startswith(self._closing):
-            end += rest.index(self._closing) + len(self._closing)
+        if (closed := self._behind.match(text, end)) is not None:
+            end = closed.end()
         return FunctionCall(header.group("name"), json.dumps(arguments, ensure_ascii=False)), end
 
     def _malformed(self, text: str, start: int, name: str, reason: str) -> tuple[FunctionCall, int]:
@@ -116,9 +116,10 @@ class _Reader:
         return self._text[start:end]
 
     def _until(self, stops: str) -> str:
-        start = self.place
-        while self.place < len(self._text) and self._text[self.place] not in stops:
-            self.place += 1
+        """Read what has no quotes, as far as the call goes at most."""
+        end = re.compile(rf"[{re.escape(stops)}]|<\|?tool_call\|?>|\Z").search(self._text, self.place)
+        assert end is not None, "the pattern matches at the end of the text"
+        start, self.place = self.place, end.start()
         return self._text[start : self.place]
 
     def _comma(self, closing: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from xrl_lite.data.json_text import JsonTextError, read_json, read_json_at
-from xrl_lite.tools.parsers.base import FunctionCall, ParsedResponse, ToolParser, call_of
+from xrl_lite.tools.parsers.base import FunctionCall, Marks, ParsedResponse, ToolParser, call_of
 from xrl_lite.tools.schema import ToolSchema
 
 _SPACE = re.compile(r"\s*")
@@ -26,12 +26,13 @@ class HermesParser(ToolParser):
     _closing: ClassVar[str] = "</tool_call>"
 
     def parse(self, text: str, tools: Sequence[ToolSchema]) -> ParsedResponse:
+        marks = Marks(text)
         content: list[str] = []
         calls: list[FunctionCall] = []
         place = 0
         while (start := text.find(self._opening, place)) >= 0:
             content.append(text[place:start])
-            found, place = self._read_block(text, start + len(self._opening))
+            found, place = self._read_block(text, marks, start + len(self._opening))
             calls += found
         content.append(text[place:])
         return ParsedResponse("".join(content).strip() if calls else text, tuple(calls))
@@ -43,22 +44,22 @@ class HermesParser(ToolParser):
         )
         return "\n".join(blocks)
 
-    def _read_block(self, text: str, start: int) -> tuple[list[FunctionCall], int]:
+    def _read_block(self, text: str, marks: Marks, start: int) -> tuple[list[FunctionCall], int]:
         """Return the calls of one block, and where the text goes on."""
         try:
             value, end = read_json_at(text, _behind_space(text, start))
         except JsonTextError as error:
-            return self._malformed(text, start, f"the call is not valid JSON: {error}")
+            return self._malformed(text, marks, start, f"the call is not valid JSON: {error}")
         behind = _behind_space(text, end)
         if text.startswith(self._closing, behind):
             end = behind + len(self._closing)
-        elif behind < len(text) and not text.startswith(self._opening, behind) and text.find(self._closing, behind) > 0:
-            return self._malformed(text, start, "there is text behind the JSON of the call")
+        elif behind not in (len(text), marks.first(self._opening, behind)) and marks.first(self._closing, behind) > 0:
+            return self._malformed(text, marks, start, "there is text behind the JSON of the call")
         given = cast("list[Any]", value if isinstance(value, list) else [value])
         return [_call_of_object(each) for each in given], end
 
-    def _malformed(self, text: str, start: int, reason: str) -> tuple[list[FunctionCall], int]:
-        ends = [place for mark in (self._closing, self._opening) if (place := text.find(mark, start)) >= 0]
+    def _malformed(self, text: str, marks: Marks, start: int, reason: str) -> tuple[list[FunctionCall], int]:
+        ends = [place for mark in (self._closing, self._opening) if (place := marks.first(mark, start)) >= 0]
         end = min(ends, default=len(text))
         raw = text[start:end].strip()
         name = re.search(r'"name"\s*:\s*"([^"]+)"', raw)

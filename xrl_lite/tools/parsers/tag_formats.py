@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.tools.arguments import read_text
-from xrl_lite.tools.parsers.base import FunctionCall, ParsedResponse, ToolParser, properties_of
+from xrl_lite.tools.parsers.base import FunctionCall, Marks, ParsedResponse, ToolParser, properties_of
 from xrl_lite.tools.schema import ToolSchema
 
 
@@ -35,12 +35,13 @@ class _TagParser(ToolParser):
 
     def parse(self, text: str, tools: Sequence[ToolSchema]) -> ParsedResponse:
         opening, closing = self._block_tags
+        marks = Marks(text)
         content: list[str] = []
         calls: list[FunctionCall] = []
         place = 0
         while (start := text.find(opening, place)) >= 0:
             content.append(text[place:start])
-            end = self._block_end(text, start + len(opening))
+            end = self._block_end(text, marks, start + len(opening))
             calls += self._calls(text[start + len(opening) : end], tools)
             place = end + len(closing) if text.startswith(closing, end) else end
         content.append(text[place:])
@@ -53,12 +54,12 @@ class _TagParser(ToolParser):
     def _write(self, name: str, parameters: Mapping[str, Any]) -> str:
         raise NotImplementedError
 
-    def _block_end(self, text: str, start: int) -> int:
+    def _block_end(self, text: str, marks: Marks, start: int) -> int:
         """Return where a block ends: its end tag behind the function, the next block, or the end of the text."""
         opening, closing = self._block_tags
-        function_end = text.find(self._function_end, start)
-        closed = text.find(closing, max(function_end, start))
-        following = text.find(opening, max(function_end, start))
+        function_end = marks.first(self._function_end, start)
+        closed = marks.first(closing, max(function_end, start))
+        following = marks.first(opening, max(function_end, start))
         ends = [place for place in (closed, following) if place >= 0]
         return min(ends, default=len(text))
 
@@ -125,18 +126,18 @@ class MinimaxParser(_TagParser):
     call_marks = ("<minimax:tool_call>",)
     _block_tags = ("<minimax:tool_call>", "</minimax:tool_call>")
     _function_mark = "<invoke"
-    _function = re.compile(r"""<invoke\s+name=["']?(?P<name>[^"'<>\n]*)["']?\s*>""")
+    _function = re.compile(r"""<invoke\s+name=["']?(?P<name>[^"'<>\n]*+)["']?\s*>""")
     _function_end = "</invoke>"
     _parameter_mark = "<parameter"
-    _parameter = re.compile(r"""<parameter\s+name=["']?(?P<name>[^"'<>\n]*)["']?\s*>""")
+    _parameter = re.compile(r"""<parameter\s+name=["']?(?P<name>[^"'<>\n]*+)["']?\s*>""")
     _parameter_end = "</parameter>"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
         opening, closing = self._block_tags
         return f"{opening}\n{chr(10).join(self._write(call.name, call.parameters) for call in calls)}\n{closing}"
 
-    def _block_end(self, text: str, start: int) -> int:
-        closed = text.find(self._block_tags[1], start)
+    def _block_end(self, text: str, marks: Marks, start: int) -> int:
+        closed = marks.first(self._block_tags[1], start)
         return closed if closed >= 0 else len(text)
 
     def _write(self, name: str, parameters: Mapping[str, Any]) -> str:
@@ -209,13 +210,12 @@ class GlmParser(_TagParser):
         parsed = super().parse(text, tools)
         return ParsedResponse(self._think.sub("", parsed.content), parsed.calls) if parsed.calls else parsed
 
-    def _block_end(self, text: str, start: int) -> int:
-        closed = text.find(self._block_tags[1], max(text.rfind("</arg_value>", start, self._next(text, start)), start))
-        return closed if closed >= 0 else self._next(text, start)
-
-    def _next(self, text: str, start: int) -> int:
-        following = text.find(f"{self._block_tags[1]}\n{self._block_tags[0]}", start)
-        return following if following >= 0 else len(text)
+    def _block_end(self, text: str, marks: Marks, start: int) -> int:
+        opening, closing = self._block_tags
+        following = marks.first(f"{closing}\n{opening}", start)
+        next_block = following if following >= 0 else len(text)
+        closed = marks.first(closing, max(marks.last("</arg_value>", start, next_block), start))
+        return closed if closed >= 0 else next_block
 
     def _calls(self, block: str, tools: Sequence[ToolSchema]) -> Iterator[FunctionCall]:
         head, mark, rest = block.partition("<arg_key>")
