@@ -59,7 +59,8 @@ class DataConfig(Settings):
     columns: dict[Literal["prompt", "ground_truth", "data_source", "agent_name"], str] = Field(
         default_factory=dict[Literal["prompt", "ground_truth", "data_source", "agent_name"], str]
     )
-    """Column that holds each part of a row, where the names are not one of the understood forms."""
+    """Column that holds each part of a row, where the names are not one of the understood forms. Reward functions that
+    take columns get these by their own names, too."""
 
     data_source: str | None = None
     """Data source of rows that do not name one; picks the judger branch."""
@@ -105,7 +106,7 @@ class Row:
     agent_name: str | None = None
     """Agent loop that the row asks for; handed on in the state's extra_fields."""
     extra_info: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Every other column, and what verl keeps in ``extra_info``."""
+    """Every other column, those that `DataConfig.columns` names, and what verl keeps in ``extra_info``."""
 
 
 def copy_containers(value: Any) -> Any:
@@ -156,7 +157,8 @@ def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:
     if source is None and {"question", "answer"} <= raw.keys() and "####" in str(raw["answer"]):
         source = GSM8K_SOURCE
     agent = raw.get(config.columns.get("agent_name", "agent_name"))
-    extra = {name: value for name, value in raw.items() if name not in {prompt_column, used, "extra_info"}}
+    understood = {prompt_column, used, "extra_info"} - _own_names(config)
+    extra = {name: value for name, value in raw.items() if name not in understood}
     info: object = raw.get("extra_info") or {}
     if not isinstance(info, Mapping):
         raise DataError(f"{place}: extra_info must be a mapping, got {repr(info)[:100]}.")
@@ -173,6 +175,12 @@ def parse_row(raw: Mapping[str, Any], index: int, config: DataConfig) -> Row:
         agent_name=agent,
         extra_info=extra,
     )
+
+
+def _own_names(config: DataConfig) -> set[str]:
+    """Names of the user's own for prompt and ground truth, by which reward functions may ask for these columns."""
+    columns = config.columns
+    return {columns[part] for part in ("prompt", "ground_truth") if part in columns and columns[part] != part}
 
 
 def _ground_truth(raw: Mapping[str, Any], place: str, config: DataConfig) -> tuple[Any, str | None]:

@@ -65,6 +65,7 @@ def test_columns_are_mapped() -> None:
     config = DataConfig(path=Path("rows.jsonl"), columns={"prompt": "text", "ground_truth": "target"})
     row = parse_row({"text": "q", "target": 5}, 0, config)
     assert (row.prompt[0]["content"], row.ground_truth) == ("q", 5)
+    assert row.extra_info == {"text": "q", "target": 5}
 
 
 @pytest.mark.parametrize(

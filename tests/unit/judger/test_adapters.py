@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.unit.judger.states import make_state
-from xrl_lite.data import DataConfig, Status, parse_row
+from xrl_lite.data import DataConfig, Status, make_group, parse_row
 from xrl_lite.errors import ConfigError
 from xrl_lite.judger import JudgerConfig, NativeJudger, OpenRlhfReward, TrlReward, VerlReward
+from xrl_lite.judger.data_sources import check_rows
 
 RIGHT, WRONG = "6 x 12 is 72\n#### 72", "#### 71"
 
@@ -180,6 +181,20 @@ async def test_what_parses_gsm8k_answers_itself_gets_them_whole(signature: str) 
     judger = JudgerConfig(judger_name="x", reward_handler=handler, signature=signature).build()
     state = await judger.judge(make_state("#### 1203", row.ground_truth, extra_fields=row.extra_info))
     assert state.reward == {"score": 1.0}, state.error_msg
+
+
+async def test_columns_that_the_settings_name_come_by_their_own_names() -> None:
+    def look(completions: list[str], problem: list[str], final: list[str], **kwargs: Any) -> list[float]:
+        assert kwargs["ground_truth"] == final
+        return [float(problem == ["2+2?"] and completions == final)]
+
+    data = DataConfig(path=Path("rows.jsonl"), columns={"prompt": "problem", "ground_truth": "final"})
+    row = parse_row({"problem": "2+2?", "final": "4"}, 0, data)
+    (state,) = make_group(row, [1], 0, 1)
+    state.response, state.response_ids, state.status = "4", [2], Status.COMPLETED
+    config = JudgerConfig(judger_name="x", reward_handler=look, signature="trl")
+    check_rows(config, [row])
+    assert (await config.build().judge(state)).reward == {"score": 1.0}
 
 
 async def test_none_skips_the_sample() -> None:
