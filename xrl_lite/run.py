@@ -172,9 +172,10 @@ async def open_trainer(
         stack.push_async_callback(replay_buffer.close)
         agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
         manager = await build_manager(config, rollout, agent_loops, judgers, replay_buffer)
-        producer = build_producer(config, data, tokenizer, manager, replay_buffer)
+        encoders = await row_encoders(data.tasks, agent_loops, tokenizer)
+        producer = build_producer(config, data, encoders, manager, replay_buffer)
         evaluating = evaluating_manager(config, agent_loops)
-        encode = config.task.agent_loop_config.row_encoder(tokenizer)
+        encode = encoders[config.task.task_name]
         num_tested = await self_test_judgers(judgers, data.tasks, tokenizer)
         for task in config.tasks:
             if (warning := truncation_warning(task.agent_loop_config.sample_params)) is not None:
@@ -271,7 +272,7 @@ async def evaluate(
             rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
             judgers = Judgers(data, system)
             agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
-            encode = config.task.agent_loop_config.row_encoder(tokenizer)
+            encode = (await row_encoders(data.tasks, agent_loops, tokenizer))[config.task.task_name]
             evaluator = build_evaluator(config, data.evaluation, evaluating_manager(config, agent_loops), encode)
             assert evaluator is not None, "there are held-out rows"
             await rollout.ready()
@@ -582,6 +583,18 @@ async def open_agent_loops(
     return agent_loops
 
 
+async def row_encoders(
+    tasks: Sequence[CheckedTask], agent_loops: Mapping[str, AgentLoop], tokenizer: Tokenizer
+) -> dict[str, EncodeRow]:
+    """Return what makes tokens of the rows of each task, with the tools that its loop has."""
+    return {
+        task.config.task_name: task.config.agent_loop_config.row_encoder(
+            tokenizer, tools=await agent_loops[task.config.task_name].tool_schemas()
+        )
+        for task in tasks
+    }
+
+
 async def build_manager(
     config: RunConfig,
     rollout: RolloutController,
@@ -609,7 +622,11 @@ def evaluating_manager(config: RunConfig, agent_loops: Mapping[str, AgentLoop]) 
 
 
 def build_producer(
-    config: RunConfig, data: CheckedData, tokenizer: Tokenizer, manager: Any, replay_buffer: ReplayBuffer
+    config: RunConfig,
+    data: CheckedData,
+    encoders: Mapping[str, EncodeRow],
+    manager: Any,
+    replay_buffer: ReplayBuffer,
 ) -> Producer:
     """Make what turns rows into groups."""
     tasks = [
@@ -619,7 +636,7 @@ def build_producer(
             strategy=task.config.produce_strategy_config,
             sampler=Sampler(
                 task.rows,
-                encode=task.config.agent_loop_config.row_encoder(tokenizer),
+                encode=encoders[task.config.task_name],
                 group_size=task.config.sampler_config.prompt_repeat_k,
                 seed=config.seed,
                 shuffle=task.config.sampler_config.shuffle,

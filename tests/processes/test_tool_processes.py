@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from xrl_lite.actors import ActorSystem
+from tests.chat_templates import make_tokenizer
+from xrl_lite.actors import (
+    ActorSystem,
+    CPUResourceManager,
+    CPUResourcesConfig,
+    clear_cpu_resource_manager,
+    set_cpu_resource_manager,
+)
+from xrl_lite.agent_loop import AgentsConfig
+from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
+from xrl_lite.data import Row
+from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.errors import ToolError
 from xrl_lite.tools import FunctionCall, McpServerConfig, Toolbox, ToolResult, ToolsConfig, load_tools
 
@@ -140,6 +151,29 @@ async def test_tools_of_a_server_are_called_like_others(system: ActorSystem, tmp
     assert (added.response.text, added.failure) == ("7", None)
     assert failed.failure == "raised"
     assert str(failed.response.text).startswith("Error: fail failed: ToolError: Error executing tool fail")
+
+
+@pytest.mark.slow
+async def test_prompts_are_measured_with_the_tools_of_servers_that_loops_in_processes_have(
+    system: ActorSystem, tmp_path: Path
+) -> None:
+    pytest.importorskip("mcp")
+    make_tokenizer("qwen3").save_pretrained(tmp_path)
+    server = McpServerConfig(name="test", command=sys.executable, args=[str(write(tmp_path, "server.py", SERVER))])
+    config = AgentsConfig(
+        tools=ToolsConfig(mcp_servers=[server], builtin=["calculator"]),
+        hf_checkpoint=str(tmp_path),
+        cpu_resources=CPUResourcesConfig(num_workers=1, num_cpus_per_worker=0.1),
+    )
+    tokenizer = Tokenizer.load(str(tmp_path))
+    set_cpu_resource_manager(CPUResourceManager(capacity=system))
+    loop = config.build(ScriptedRolloutCtl(lambda _: [5]), None, system=system)
+    clear_cpu_resource_manager()
+    encode = config.row_encoder(tokenizer, tools=await loop.tool_schemas())
+    shown = tokenizer.decode(encode(Row(index=0, prompt=[{"role": "user", "content": "1"}], ground_truth="")), False)
+    await loop.aclose()
+    assert "Add two numbers." in shown
+    assert "calculator" in shown
 
 
 async def test_a_server_that_died_is_started_anew_by_the_next_call(system: ActorSystem, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from xrl_lite.settings import Settings
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
     from xrl_lite.data.tokenizer import Tokenizer
+    from xrl_lite.tools.schema import ToolSchema
 
 
 logger = get_logger(__name__)
@@ -145,8 +146,13 @@ class AgentLoopConfig(Settings, ABC):
         """
         return self.max_response_tokens + (max_prompt_tokens or 1)
 
-    def row_encoder(self, tokenizer: Tokenizer) -> EncodeRow:
-        """Return what makes tokens of the prompts of rows, as agents of this loop show them to the model."""
+    def row_encoder(self, tokenizer: Tokenizer, *, tools: Sequence[ToolSchema] = ()) -> EncodeRow:
+        """Return what makes tokens of the prompts of rows, as agents of this loop show them to the model.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            tools: What the model is told of the loop's tools (`AgentLoop.tool_schemas`).
+        """
         return lambda row: tokenizer.encode(row.prompt)
 
     def planned_actors(self) -> Iterator[tuple[str, float]]:
@@ -292,6 +298,10 @@ class AgentLoop(ABC):
 
     async def ready(self) -> None:
         """Wait until the loop can serve; raises what keeps it from that. Loops start without it, too."""
+
+    async def tool_schemas(self) -> list[ToolSchema]:
+        """Return what the model is told of the loop's tools, those of servers included; waits as `ready` does."""
+        return []
 
     async def pause(self) -> None:
         """Give judgements no more than their grace, until `resume`. Whoever pauses ends requests of the engine himself.

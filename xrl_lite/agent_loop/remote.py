@@ -47,6 +47,7 @@ from xrl_lite.registry import load_plugins
 
 if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
+    from xrl_lite.tools.schema import ToolSchema
 
 logger = get_logger(__name__)
 
@@ -146,6 +147,10 @@ class LoopHost:
         """Wait until the loop can serve."""
         await self._loop.ready()
 
+    async def tool_schemas(self) -> list[ToolSchema]:
+        """Return what the model is told of the loop's tools."""
+        return await self._loop.tool_schemas()
+
     async def pause(self) -> None:
         """Pause the loop."""
         await self._loop.pause()
@@ -243,6 +248,9 @@ class RemoteAgentLoop(AgentLoop):
         await self.host.ready()
         await self.host.loop_ready.remote()
 
+    async def tool_schemas(self) -> list[ToolSchema]:
+        return await self.host.tool_schemas.remote()
+
     async def pause(self) -> None:
         await self.host.pause.remote()
 
@@ -328,6 +336,9 @@ class RouterAgentLoop(AgentLoop):
     async def ready(self) -> None:
         for loop in self._loops:
             await loop.ready()
+
+    async def tool_schemas(self) -> list[ToolSchema]:
+        return await self._loops[0].tool_schemas()
 
     async def pause(self) -> None:
         await self._on_each("pause")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from xrl_lite.actors import ActorSystem
     from xrl_lite.data.chat_template import ChatTemplate
     from xrl_lite.data.tokenizer import Tokenizer
+    from xrl_lite.tools.schema import ToolSchema
 
 
 class AgentsConfig(AgentLoopConfig):
@@ -98,12 +99,11 @@ class AgentsConfig(AgentLoopConfig):
     def max_response_tokens(self) -> int:
         return self.response_length or self.sample_params.max_tokens
 
-    def row_encoder(self, tokenizer: Tokenizer) -> EncodeRow:
+    def row_encoder(self, tokenizer: Tokenizer, *, tools: Sequence[ToolSchema] = ()) -> EncodeRow:
         from xrl_lite.data.chat_template import ChatTemplate
 
         template = ChatTemplate(tokenizer.with_template(self.chat_template, self.template_kwargs))
-        read = [source.schema() for source in read_tools(self.tools)]
-        schemas = {str(schema["function"]["name"]): schema for schema in read}
+        schemas = {str(schema["function"]["name"]): schema for schema in tools}
 
         def encode(row: Row) -> list[int]:
             if (row.agent_name or self.default_agent_loop) == "single_turn_agent":
@@ -200,6 +200,9 @@ class SessionsAgentLoop(SessionLoop):
     async def ready(self) -> None:
         """Load the tools and check the chat template with them, before the first session."""
         await self._tools()
+
+    async def tool_schemas(self) -> list[ToolSchema]:
+        return [tool.schema for tool in (await self._tools()).tools.values()]
 
     async def aclose(self) -> None:
         """Give back what the tools hold."""

@@ -34,8 +34,7 @@ class SamplerConfig(Settings):
     """Draw each epoch in an order of its own (from the run's seed); False keeps the order of the rows."""
 
     max_prompt_tokens: int | None = Field(default=None, gt=0)
-    """Prompts longer than this are left out, and counted in the log; None takes all. Schemas of tools count, but for
-    those of MCP servers, which are not known before they are asked."""
+    """Prompts longer than this are left out, and counted in the log; None takes all. Schemas of tools count."""
 
 
 class Drawn(TypedDict):

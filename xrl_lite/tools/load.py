@@ -19,7 +19,7 @@ from xrl_lite.tools.actor_tool import ActorFunctionTool, ActorTool
 from xrl_lite.tools.base import BaseTool
 from xrl_lite.tools.config import ToolsConfig
 from xrl_lite.tools.functions import FunctionTool
-from xrl_lite.tools.schema import ToolSchema, check_schema
+from xrl_lite.tools.schema import check_schema
 from xrl_lite.tools.toolbox import by_name
 
 if TYPE_CHECKING:
@@ -51,8 +51,6 @@ class ToolSource:
     """Its name; None where its class says so only once it is made."""
     make: Callable[[ActorSystem | None], BaseTool]
     """Makes it, and starts its processes in the system that is given, or in the default one."""
-    schema: Callable[[], ToolSchema]
-    """What the model is told of it; where only its class knows, one is made for that."""
     num_workers: int = 0
     """Processes that it runs in; 0 for the one that calls it."""
     num_cpus: float = 0.0
@@ -172,15 +170,11 @@ def _class_source(entry: object, where: str) -> ToolSource:
     placement = {key: config.pop(key) for key in _ACTOR_KEYS if key in config} if kind == "actor" else {}
     make = partial(_make, name, config, schema, where)
 
-    def told() -> ToolSchema:
-        return make().schema if checked is None else checked
-
     if kind == "native":
-        return ToolSource(where=where, name=called, schema=told, make=lambda system: make())
+        return ToolSource(where=where, name=called, make=lambda system: make())
     return ToolSource(
         where=where,
         name=called,
-        schema=told,
         make=lambda system: ActorTool(make, schema_of=make(), system=system, **placement),
         num_workers=int(placement.get("num_workers", 1)),
         num_cpus=float(placement.get("num_cpus", 1.0)),
@@ -229,12 +223,11 @@ def _function_source(tool: BaseTool) -> ToolSource:
         return ToolSource(
             where=where,
             name=tool.name,
-            schema=lambda: tool.schema,
             make=lambda system: ActorFunctionTool(tool, system=system),
             num_workers=tool.num_workers,
             num_cpus=tool.num_cpus,
         )
-    return ToolSource(where=where, name=tool.name, schema=lambda: tool.schema, make=lambda system: tool)
+    return ToolSource(where=where, name=tool.name, make=lambda system: tool)
 
 
 def _find(path: Path, setting: str) -> Path:

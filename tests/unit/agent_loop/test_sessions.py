@@ -82,13 +82,14 @@ def trained_text(state: RolloutState) -> str:
 # --- prompts
 
 
-def test_a_prompt_is_as_long_as_its_agent_shows_it(tmp_path: Path) -> None:
+async def test_a_prompt_is_as_long_as_its_agent_shows_it(tmp_path: Path) -> None:
     file = tmp_path / "tools.yaml"
     (tmp_path / "text.txt").write_text("Paris", encoding="utf-8")
     source = {"class_name": "search_folder", "config": {"folder": str(tmp_path)}}  # its class knows the schema
     file.write_text(json.dumps({"tools": [source]}), encoding="utf-8")
     config = AgentsConfig(tools=ToolsConfig(builtin=["calculator"], tool_config_path=file))
-    encode = config.row_encoder(QWEN3)
+    loop = config.build(scripted(), None, tokenizer=QWEN3)
+    encode = config.row_encoder(QWEN3, tools=await loop.tool_schemas())
 
     def shown(agent_name: str | None = None, **extra_info: Any) -> str:
         prompt = [{"role": "user", "content": "What is 3 + 4?"}]
@@ -103,9 +104,10 @@ def test_a_prompt_is_as_long_as_its_agent_shows_it(tmp_path: Path) -> None:
 
 async def test_the_prompt_that_is_measured_is_the_one_that_is_sampled_from() -> None:
     config = AgentsConfig(tools=CALCULATOR, template_kwargs={"enable_thinking": False})
-    (state,) = await run(config, scripted(ANSWER))
+    loop = config.build(scripted(ANSWER), Judger(), tokenizer=QWEN3)
+    (state,) = await loop.generate_group([make_state()])
     row = Row(index=0, prompt=make_state().message, ground_truth="7")
-    assert config.row_encoder(QWEN3)(row) == state.prompt_ids
+    assert config.row_encoder(QWEN3, tools=await loop.tool_schemas())(row) == state.prompt_ids
 
 
 # --- the tool loop
