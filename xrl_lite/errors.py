@@ -31,6 +31,7 @@ All of them pickle: an error may be raised in one process and read in another.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -151,6 +152,19 @@ def errors_as_themselves() -> Generator[None]:
         first = _innermost(group)
     if first is not None:  # raised out here, so that the groups do not become its context
         raise first
+
+
+def is_being_cancelled() -> bool:
+    """Return whether the current task is being cancelled: as a task, or by a scope around it.
+
+    Where it is not, a CancelledError in it comes from awaiting another task that was cancelled.
+    """
+    import asyncio  # settings are read without them
+
+    import anyio
+
+    task = asyncio.current_task()
+    return anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling() > 0)
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -13,9 +13,9 @@ import anyio
 from pydantic import Field
 
 from xrl_lite.actors import CPUResourcesConfig
-from xrl_lite.agent_loop.failure import describe_error, is_being_cancelled, late, refuse_endless_score
+from xrl_lite.agent_loop.failure import describe_error, late, refuse_endless_score
 from xrl_lite.data import EncodeRow, RolloutState, Row, SampleParams, Status, failed
-from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves
+from xrl_lite.errors import ConfigError, RolloutError, errors_as_themselves, is_being_cancelled
 from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, leaves
 from xrl_lite.log import get_logger
 from xrl_lite.registry import Registry

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from numbers import Real
 from pathlib import Path
 
-import anyio
-
 from xrl_lite.data import RolloutState, Status, failed, find_uneven
 
 _HERE = Path(__file__).parent
@@ -36,17 +34,6 @@ def describe_error(error: BaseException) -> str:
     place = (own or theirs or frames)[-1] if frames else None
     where = f" at {place.filename}:{place.lineno} in {place.name}" if place else ""
     return f"{type(error).__name__}: {error}{where}"
-
-
-def is_being_cancelled() -> bool:
-    """Return whether the current task is being cancelled: as a task, or by a scope around it.
-
-    Where it is not, a CancelledError in it comes from awaiting another task that was cancelled.
-    """
-    import asyncio  # settings are read without it
-
-    task = asyncio.current_task()
-    return anyio.current_effective_deadline() == -math.inf or (task is not None and task.cancelling() > 0)
 
 
 def refuse_untrainable(states: Sequence[RolloutState], *, needs_logprobs: bool) -> None:

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from copy import copy
+from typing import Any, ClassVar, Self, cast
 
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ConfigError, did_you_mean
@@ -71,6 +72,14 @@ class RewardAdapter:
     def is_async(self) -> bool:
         """Whether the function is async."""
         return is_async(self.function)
+
+    def with_kwargs(self, reward_kwargs: Mapping[str, Any] | None) -> Self:
+        """Return the adapter with further arguments for the function."""
+        if not reward_kwargs:
+            return self
+        twin = copy(self)
+        twin.reward_kwargs = {**self.reward_kwargs, **reward_kwargs}
+        return twin
 
     def check(self, *, judger: str) -> None:
         """Check that the function can be called this way; columns are only known with the data.
@@ -201,6 +210,7 @@ class TrlReward(RewardAdapter):
             raise ConfigError(f"give one weight per reward function, got {len(functions)} and {len(weights or ())}.")
         super().__init__(functions[0], reward_kwargs=reward_kwargs)
         self.functions = functions
+        self._names = _different([handler_name(each) for each in functions])
         self._parameters = [Parameters(each) for each in functions]
         self.weights = [1.0] * len(functions) if weights is None else list(weights)
 
@@ -266,7 +276,7 @@ class TrlReward(RewardAdapter):
         scored = [value * weight for value, weight in zip(values, self.weights, strict=True) if value is not None]
         if not scored:
             raise SkipSampleError("the reward function returned None")
-        parts = dict(zip(map(handler_name, self.functions), values, strict=True)) if len(self.functions) > 1 else {}
+        parts = dict(zip(self._names, values, strict=True)) if len(self.functions) > 1 else {}
         return {**logged, **with_parts(scored[0] if len(scored) == 1 else sum(scored), parts)}
 
 
@@ -348,13 +358,15 @@ def adapt(
     reward_kwargs: Mapping[str, Any] | None = None,
     weights: Sequence[float] | None = None,
 ) -> RewardAdapter:
-    """Return what calls a reward function, or several, in the way that a signature says. An adapter stays as it is.
+    """Return what calls a reward function, or several, in the way that a signature says; an adapter has its own way.
 
     Raises:
-        ConfigError: several functions or weights, where the signature takes one function.
+        ConfigError: several functions or weights, where the signature takes one function; weights for an adapter.
     """
     if isinstance(handler, RewardAdapter):
-        return handler
+        if weights is not None:
+            raise ConfigError(f"judger {judger!r}: give weights to {type(handler).__name__}(..), not reward_weights.")
+        return handler.with_kwargs(reward_kwargs)
     kind = ADAPTERS[signature]
     if callable(handler) and weights is None:
         return kind(handler, reward_kwargs=reward_kwargs)
@@ -373,7 +385,7 @@ def select_needed(state: RolloutState, needs: frozenset[str]) -> dict[str, Any]:
         "message": state.message,
         "prompt_ids": state.prompt_ids,
         "response_ids": state.response_ids,
-        "num_response_tokens": len(state.response_ids or ()),
+        "num_response_tokens": None if state.response_ids is None else len(state.response_ids),
         "data_source": data_source_name(state),
         "columns": columns,
     }
@@ -414,6 +426,12 @@ def guess_signature(function: RewardHandler) -> str | None:
         "xtuner": "response",
     }
     return next((name for name, word in telling.items() if word in parameters.names), None)
+
+
+def _different(names: Sequence[str]) -> list[str]:
+    """Return the names, those that came before with a number behind them."""
+    before = [names[:place].count(name) for place, name in enumerate(names)]
+    return [f"{name}_{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
 
 
 def _as_list(values: Any) -> list[Any]:

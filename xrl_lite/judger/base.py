@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 import anyio
 
 from xrl_lite.data.rollout_state import RolloutState, Status
-from xrl_lite.errors import ActorUnavailableError, JudgerError
+from xrl_lite.errors import ActorUnavailableError, JudgerError, is_being_cancelled
 from xrl_lite.judger.ledger import Ledger, Statistics
 from xrl_lite.judger.outcome import (
     Judgement,
@@ -326,8 +326,7 @@ def _is_of_reward_code(error: BaseException) -> bool:
     import asyncio  # where configs are read nothing else needs it
 
     if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        return task is not None and not task.cancelling()
+        return not is_being_cancelled()
     return not isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 

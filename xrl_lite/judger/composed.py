@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import anyio
@@ -307,7 +307,9 @@ async def _run(state: RolloutState, route: _Route) -> Judgement:
     branch = route.branch
     if isinstance(branch, ComposedJudger):
         # its merge_fn writes into the state, and so may those of its siblings: it gets one of its own
-        _, judgement = await branch._judge_routes(state.model_copy(), route.inside)  # pyright: ignore[reportPrivateUsage]
+        judged, judgement = await branch._judge_routes(state.model_copy(), route.inside)  # pyright: ignore[reportPrivateUsage]
+        if judgement.outcome is not Outcome.OK and judged.reward is not None:  # on_error="zero" somewhere inside
+            return replace(judgement, outcome=Outcome.OK, output=judged.reward, error=None)
         return judgement
     judgement = await branch.attempt(lambda: branch.preprocess(state))
     if isinstance(judgement.output, list):

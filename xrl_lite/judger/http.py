@@ -132,7 +132,8 @@ async def _open_client(
 ) -> AsyncGenerator[httpx.AsyncClient, None]:
     import httpx  # as above
 
-    async with httpx.AsyncClient(timeout=timeout_s, transport=transport) as client:
+    no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # who asks has limits of his own
+    async with httpx.AsyncClient(timeout=timeout_s, transport=transport, limits=no_limits) as client:
         yield client
 
 

@@ -7,10 +7,11 @@ two workers would most likely end the next one, and each costs the limit of a ju
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
+
+import cloudpickle
 
 from xrl_lite.errors import ActorDiedError, ActorTimeoutError
 from xrl_lite.judger.ledger import Statistics
@@ -86,4 +87,5 @@ def with_quarantine(statistics: Statistics, quarantine: Quarantine) -> Statistic
 
 
 def _digest(payload: Any) -> bytes:
-    return hashlib.blake2b(pickle.dumps(payload, protocol=5), digest_size=16).digest()
+    data = cloudpickle.dumps(payload, protocol=5)  # as it takes what travels to workers, lambdas included
+    return hashlib.blake2b(data, digest_size=16).digest()

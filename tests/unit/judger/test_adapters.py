@@ -144,6 +144,21 @@ async def test_reward_kwargs_win_over_what_the_sample_gives() -> None:
     assert state.reward == {"score": 1.5, "acc": 1.5}
 
 
+async def test_reward_kwargs_reach_the_function_of_an_adapter() -> None:
+    def bonus(solution_str: str, first: float, second: float = 0.0) -> float:
+        return first + second
+
+    adapter = VerlReward(bonus, reward_kwargs={"first": 1.0, "second": 1.0})
+    config = JudgerConfig(judger_name="x", reward_handler=adapter, reward_kwargs={"second": 2.0})
+    assert (await config.build().judge(sample(RIGHT))).reward == {"score": 3.0, "acc": 3.0}
+    assert adapter.reward_kwargs == {"first": 1.0, "second": 1.0}
+
+
+def test_weights_beside_an_adapter_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"give weights to TrlReward\(..\), not reward_weights"):
+        JudgerConfig(judger_name="x", reward_handler=TrlReward([right_answer]), reward_weights=[1.0])
+
+
 @pytest.mark.parametrize("result", [[1.0, 0.0], []])
 async def test_a5_a_wrong_number_of_rewards_is_an_error_that_names_the_function(result: Any) -> None:
     def sloppy(completions: Any, **kwargs: Any) -> Any:
@@ -212,6 +227,17 @@ async def test_a_part_that_is_called_score_does_not_take_the_place_of_the_sum() 
 
     judger = NativeJudger("t", [score, length], signature="trl", reward_weights=[0.2, 2.0])
     assert (await judger.judge(sample(RIGHT))).reward == {"score": 1.2, "score/score": 1.0, "length": 0.5}
+
+
+async def test_functions_of_one_name_are_told_apart() -> None:
+    def make(reward: float) -> Any:
+        def scored(completions: Any, **kwargs: Any) -> list[float]:
+            return [reward]
+
+        return scored
+
+    judger = NativeJudger("t", [make(1.0), make(0.5)], signature="trl")
+    assert (await judger.judge(sample(RIGHT))).reward == {"score": 1.5, "scored": 1.0, "scored_2": 0.5}
 
 
 async def test_several_trl_functions_are_summed_with_weights_and_none_is_left_out() -> None:

@@ -114,6 +114,14 @@ async def test_a_branch_that_may_count_as_zero_does_so_in_the_merge() -> None:
     assert state.reward == {"score": 0.5, "a": 1.0, "b": 0.0}
 
 
+async def test_a_zero_inside_of_a_composed_branch_counts_outside() -> None:
+    inner = ComposedJudger({"x": scoring("x", ValueError("bad"), on_error="zero")}, judger_name="inner")
+    judger = ComposedJudger({"a": scoring("a", 1.0), "n": inner}, weighted_merge({"a": 0.5, "n": 0.5}))
+    state = await judger.judge(make_state(data_source={"a": 1, "n": {"x": 1}}))
+    assert state.reward == {"score": 0.5, "a": 1.0, "n": 0.0}, state.error_msg
+    assert judger.statistics()["x"]["raised"] == 1
+
+
 async def test_a_branch_that_raises_by_policy_raises_out_of_the_composed_judger() -> None:
     branches = {"a": scoring("a", 1.0), "b": scoring("b", ValueError("bad"), on_error="raise")}
     with pytest.raises(ValueError, match="bad"):

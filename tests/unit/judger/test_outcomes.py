@@ -176,6 +176,14 @@ async def test_what_has_ended_two_workers_ends_no_third(error: Exception, outcom
     assert judger.statistics()["p"]["poisoned"] == 1
 
 
+async def test_payloads_with_functions_in_them_are_told_apart() -> None:
+    actor = FakeActor(lambda payload: ActorDiedError("SIGSEGV") if payload["response"] == "bad" else {"score": 1.0})
+    judger = RemoteJudger(actor, "p", NativeJudger("p", lambda extra_info: {}, signature="verl"))
+    fields: dict[str, Any] = {"extra_fields": {"checker": lambda text: text}}
+    bad, good = [await judger.judge(make_state(text, **fields)) for text in ("bad", "good")]
+    assert [state.extra_fields["judgement"]["outcome"] for state in (bad, good)] == ["crashed", "ok"], good.error_msg
+
+
 async def test_no_worker_left_stops_the_run() -> None:
     judger = RemoteJudger(FakeActor(lambda _: ActorUnavailableError("restarts are used up")), "remote")
     with pytest.raises(JudgerError, match=r"no worker process left.*restarts are used up"):

@@ -357,14 +357,15 @@ class TestLlmJudge:
         config = LlmJudgerConfig(hosts=["one:1"], model="m", **settings)
         assert (await self.judge(Service(completion(text)), config)).reward == reward
 
-    async def test_no_more_are_asked_at_once_than_the_settings_say(self) -> None:
-        async with CountingServer(wanted_at_once=4) as server:
-            config = LlmJudgerConfig(hosts=[server.address], model="m", max_concurrency=4)
+    @pytest.mark.parametrize(("max_concurrency", "count"), [(4, 20), (150, 150)])
+    async def test_as_many_are_asked_at_once_as_the_settings_say(self, max_concurrency: int, count: int) -> None:
+        async with CountingServer(wanted_at_once=max_concurrency) as server:
+            config = LlmJudgerConfig(hosts=[server.address], model="m", max_concurrency=max_concurrency)
             judger = config.build()
-            states = await asyncio.gather(*(judger.judge(make_state(str(n))) for n in range(20)))
+            states = await asyncio.gather(*(judger.judge(make_state(str(n))) for n in range(count)))
             await judger.aclose()
-        assert [state.reward for state in states] == [{"score": 1.0, "verdict": "correct"}] * 20
-        assert server.most_at_once == 4
+        assert [state.reward for state in states] == [{"score": 1.0, "verdict": "correct"}] * count
+        assert server.most_at_once == max_concurrency
 
     async def test_an_answer_that_never_ends_is_given_up(self) -> None:
         async with CountingServer(trickles=True) as server, asyncio.timeout(20):

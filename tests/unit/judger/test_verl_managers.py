@@ -13,12 +13,17 @@ from xrl_lite.judger import JUDGERS, JudgerConfig, RateLimit, VerlJudgerConfig, 
 from xrl_lite.judger.rate_limit import RateLimiter
 
 OVERLONG = {"len": 20, "penalty_factor": 1.0}
+DAPO = {"reward_manager": "dapo", "overlong_buffer_cfg": OVERLONG, "max_resp_len": 100}
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
     if solution_str == "raise":
         raise ValueError("no such unit")
     return float(solution_str == ground_truth)
+
+
+def trl(completions: list[str], **kwargs: Any) -> list[float]:
+    return [1.0]
 
 
 async def compute_score_async(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
@@ -35,17 +40,32 @@ async def test_naive_gives_the_score_and_passes_what_the_agent_loop_left() -> No
     assert await score(config, extra_fields={"turns": 3}) == {"score": 1.0, "turns": 3}
 
 
-async def test_a_sample_that_has_a_score_keeps_it() -> None:
-    config = VerlJudgerConfig(reward_handler=compute_score)
-    assert await score(config, "raise", extra_fields={"reward_score": 0.0}) == {"score": 0.0, "acc": 0.0}
+async def test_a_column_called_reward_score_is_a_column_like_others() -> None:
+    def look(extra_info: dict[str, Any]) -> float:
+        return 1.0 - extra_info["reward_score"]
+
+    config = VerlJudgerConfig(reward_handler=look)
+    assert await score(config, extra_fields={"reward_score": 0.25}) == {"score": 0.75, "acc": 0.75}
 
 
-@pytest.mark.parametrize("function", [compute_score, compute_score_async])
+def compute_scores(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[float]:
+    return list(map(compute_score, data_sources, solution_strs, ground_truths, extra_infos))
+
+
+async def test_dapo_needs_to_know_the_length() -> None:
+    config = VerlJudgerConfig.model_validate({"reward_handler": compute_score, **DAPO})
+    state = await config.build().judge(make_state(data_source="x"))
+    assert (state.status, state.reward) == (Status.FAILED, None)
+    assert "needs the response_ids" in str(state.error_msg)
+
+
+@pytest.mark.parametrize("function", [compute_score, compute_score_async, compute_scores])
 @pytest.mark.parametrize(("num_tokens", "penalty"), [(80, 0.0), (90, -0.5), (100, -1.0), (120, -2.0)])
 async def test_dapo_punishes_long_responses(function: Any, num_tokens: int, penalty: float) -> None:
     config = VerlJudgerConfig.model_validate(
         {
             "reward_handler": function,
+            "signature": "verl_batch" if function is compute_scores else "verl",
             "reward_manager": "dapo",
             "max_resp_len": 100,
             "overlong_buffer_cfg": {**OVERLONG, "log": True},
@@ -67,6 +87,8 @@ async def test_an_error_is_no_zero() -> None:
         ({"reward_manager": "dapo", "overlong_buffer_cfg": OVERLONG, "max_resp_len": 10}, "got 10"),
         ({"reward_manager": "dapo", "overlong_buffer_cfg": {"len": 0}, "max_resp_len": 10}, "len"),
         ({"overlong_buffer_cfg": OVERLONG, "max_resp_len": 100}, "with reward_manager: dapo only"),
+        ({**DAPO, "reward_handler": "http://judge.test"}, "goes with a function of signature verl or verl_batch"),
+        ({**DAPO, "signature": "trl", "reward_handler": trl}, "called as trl"),
         ({"reward_manager": "rate_limited"}, "rate_limited needs rate_limit"),
         ({"reward_manager": "prime"}, "reward_manager"),
         ({"rate_limit": {}}, "give max_rpm or max_tpm"),

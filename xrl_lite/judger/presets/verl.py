@@ -22,12 +22,13 @@ from pydantic import Field, model_validator
 
 from xrl_lite.data import RolloutState
 from xrl_lite.errors import ConfigError, DataError
-from xrl_lite.judger.adapters import RewardAdapter, VerlReward
+from xrl_lite.judger.adapters import RewardAdapter, VerlBatchReward, VerlReward
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.data_sources import kind_for, settings_of
 from xrl_lite.judger.handler import RewardHandler, is_async, is_url
 from xrl_lite.judger.native import NativeJudger, run_to_end
+from xrl_lite.judger.outcome import RewardValueError
 from xrl_lite.judger.presets.dapo_math import overlong_penalty
 from xrl_lite.settings import Settings
 
@@ -50,8 +51,6 @@ class OverlongBufferConfig(Settings):
 
 class ManagedReward(VerlReward):
     """Calls ``compute_score`` as verl's reward managers do.
-
-    A sample that comes with a score of its own (``extra_fields["reward_score"]``, from an agent loop) keeps it.
 
     Args:
         function: ``compute_score``.
@@ -81,8 +80,7 @@ class ManagedReward(VerlReward):
 
     def __call__(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> Any:
         """Return the reward dict, or an awaitable of it."""
-        own = payload["columns"].get("reward_score")
-        result = super().__call__(payload, extra_info) if own is None else self.read(own)
+        result = super().__call__(payload, extra_info)
         return self._shape_later(result, payload) if inspect.isawaitable(result) else self._shape(result, payload)
 
     async def _shape_later(self, result: Awaitable[Any], payload: Mapping[str, Any]) -> Any:
@@ -93,14 +91,21 @@ class ManagedReward(VerlReward):
         if overlong is None or not overlong.enable:
             return reward
         assert self._max_resp_len is not None, "checked with the settings"
+        num_tokens = payload["num_response_tokens"]
+        if num_tokens is None:
+            raise RewardValueError("overlong_buffer_cfg needs the response_ids of the sample, to know its length.")
         penalty = overlong_penalty(
-            payload["num_response_tokens"],
+            num_tokens,
             max_response_len=self._max_resp_len,
             buffer_len=overlong.len,
             factor=overlong.penalty_factor,
         )
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if overlong.log else {}
         return {**reward, **logged, "score": reward["score"] + penalty}
+
+
+class ManagedBatchReward(ManagedReward, VerlBatchReward):
+    """The same for the batch form of ``compute_score``."""
 
 
 def default_compute_score(
@@ -120,6 +125,12 @@ def default_compute_score(
     if isinstance(judger, NativeJudger):
         return judger.judge_payload_here(payload)
     return run_to_end(judger.judge_payload(payload))
+
+
+_MANAGED: dict[type[RewardAdapter | None], type[ManagedReward]] = {
+    VerlReward: ManagedReward,
+    VerlBatchReward: ManagedBatchReward,
+}
 
 
 class VerlJudgerConfig(JudgerConfig):
@@ -152,6 +163,11 @@ class VerlJudgerConfig(JudgerConfig):
             raise ConfigError(
                 f"overlong_buffer_cfg needs max_resp_len of at least its len={buffer.len}, got {self.max_resp_len}."
             )
+        if buffer is not None and buffer.enable and not isinstance(self.adapter(), ManagedReward):
+            raise ConfigError(
+                f"overlong_buffer_cfg goes with a function of signature verl or verl_batch; reward_handler is "
+                f"{self.reward_handler!r}, called as {self.signature}. Give such a function, or leave it out."
+            )
         if self.reward_manager == "rate_limited" and self.rate_limit is None and self.max_concurrency is None:
             raise ConfigError("reward_manager: rate_limited needs rate_limit ({max_rpm: 60}) or max_concurrency.")
         return self
@@ -159,9 +175,10 @@ class VerlJudgerConfig(JudgerConfig):
     def adapter(self) -> RewardAdapter | None:
         """Return the reward function with the manager around it."""
         plain = super().adapter()
-        if type(plain) is not VerlReward:
+        managed = _MANAGED.get(type(plain))
+        if plain is None or managed is None:
             return plain
-        return ManagedReward(
+        return managed(
             plain.function,
             reward_kwargs=plain.reward_kwargs,
             max_resp_len=self.max_resp_len,
