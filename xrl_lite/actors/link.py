@@ -49,6 +49,7 @@ class Link:
         pipe, childs_pipe = reply_pipe()
         self._childs_ends = [childs_sock.detach(), childs_pipe]
         self._readers = (PipeReader(pipe), SocketReader(self._sock))
+        self._unclosed: list[FrameReader | socket.socket] = [*self._readers, self._sock]
         self._writer = FrameWriter(self._sock)
         self.flush_due = False
         self._is_full = False
@@ -173,10 +174,11 @@ class Link:
         self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        if not self.open and not self._registered and self._sock.fileno() >= 0:
-            for reader in self._readers:
-                reader.close()
-            self._sock.close()
+        if self.open or self._registered:
+            return
+        with contextlib.suppress(IndexError):
+            while True:  # two threads may come here at once, and a descriptor that is closed twice is somebody else's
+                self._unclosed.pop(0).close()
 
     def _flush_when_writable(self) -> None:
         if self.open:
