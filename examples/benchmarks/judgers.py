@@ -6,7 +6,8 @@ survival   400 samples of 10 ms and some that hang or crash, two workers, a limi
            ones, and the next 40? Beside our pool: `ProcessPoolExecutor` and `asyncio.to_thread`, both with a time-out
            on waiting.
 rate       GSM8K answers in eight renderings: a plain loop, our local judger, our pool of two, `ProcessPoolExecutor.map`
-           in chunks of 64, and Ray actors called one by one where Ray is installed.
+           in chunks of 64, and Ray actors called one by one where Ray is installed. Beside them the least that Python
+           can do to score each sample by a call of its own, in a thread and in a pool.
 driver     CPU of this process for each judged sample of 1 KB, under load.
 
 Each contender of the first table runs in a process of its own, as some of them do not survive. Ratios hold on a shared
@@ -30,12 +31,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, Protocol
 
 import uvloop
 from rich.console import Console
@@ -50,6 +52,7 @@ from xrl_lite.run import RARE_COLLECTIONS
 NUM_HEALTHY, NUM_NEXT, WORK_S, LIMIT_S, NUM_WORKERS = 400, 40, 0.01, 1.0, 2
 CELL_LIMIT_S = 60.0
 NUM_AT_ONCE = 512
+CHUNK = 64
 CULPRITS = [("endless", count) for count in (0, 1, 4, 16)] + [("segfault", 4), ("memory", 4), ("regex", 4)]
 CONTENDERS = ("xrl-lite pool", "ProcessPoolExecutor", "asyncio.to_thread")
 RENDERINGS = (
@@ -136,7 +139,7 @@ def run_cell(contender: str, culprit: str, count: int) -> None:
     if contender == "xrl-lite pool":
         result = run_on_uvloop(survive_here(responses, following))
     elif contender == "ProcessPoolExecutor":
-        pool = ProcessPoolExecutor(NUM_WORKERS, mp_context=get_context("spawn"))
+        pool = process_pool()
         list(pool.map(reward, ["warm"] * NUM_WORKERS, ["x"] * NUM_WORKERS, [{}] * NUM_WORKERS))
 
         def submit(response: str) -> Any:
@@ -242,11 +245,11 @@ def plain_loop(samples: Sequence[tuple[str, str]]) -> float:
 
 def executor_map(samples: Sequence[tuple[str, str]]) -> float:
     """Samples per second of the standard library's pool, in chunks of 64."""
-    with ProcessPoolExecutor(NUM_WORKERS, mp_context=get_context("spawn")) as pool:
+    with process_pool() as pool:
         list(pool.map(score, samples[:NUM_WORKERS]))
         collect_rarely()
         began = time.perf_counter()
-        rewards = list(pool.map(score, samples, chunksize=64))
+        rewards = list(pool.map(score, samples, chunksize=CHUNK))
         return _rate(rewards, began)
 
 
@@ -259,7 +262,7 @@ def ours(num_workers: int, **settings: Any) -> Callable[[Sequence[tuple[str, str
     return measure
 
 
-async def _judge_rate(judger: Judger, samples: Sequence[tuple[str, str]]) -> float:
+async def _judge_rate(judger: Judges, samples: Sequence[tuple[str, str]]) -> float:
     states = [make_state(response, label) for response, label in samples]
     collect_rarely()
     began = time.perf_counter()
@@ -275,6 +278,61 @@ async def _with_judger(num_workers: int, measure: Callable[[Judger], Any], **set
         async with config.build(system) as judger:
             await judge_all(judger, [("#### 1", "1")] * 100)
             return await measure(judger)
+
+
+class BareFutures:
+    """The least that Python can do to judge each sample by a call of its own, in chunks as large as the executor's.
+
+    A future for each sample, and reward and record written into its state. No time limit, no outcomes, no check of the
+    reward, no counts, no bound, nothing that outlives a bad reward.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._line: list[tuple[RolloutState, asyncio.Future[dict[str, Any]]]] = []
+
+    async def judge(self, state: RolloutState) -> RolloutState:
+        """Score one state and return it."""
+        if not self._line:
+            self._loop.call_soon(self._send)
+        done: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._line.append((state, done))
+        state.reward = await done
+        state.extra_fields = {**state.extra_fields, "judgement": {"judger": "bare", "outcome": "ok"}}
+        return state
+
+    def _send(self) -> None:
+        line, self._line = self._line, []
+        for start in range(0, len(line), CHUNK):
+            chunk = line[start : start + CHUNK]
+            samples = [(state.response, (state.reward_model or {})["ground_truth"]) for state, _ in chunk]
+            sent = self._loop.run_in_executor(self._executor, score_all, samples)
+            sent.add_done_callback(partial(self._receive, chunk))
+
+    @staticmethod
+    def _receive(chunk: Sequence[tuple[RolloutState, asyncio.Future[Any]]], sent: asyncio.Future[Any]) -> None:
+        for (_, done), found in zip(chunk, sent.result(), strict=True):
+            done.set_result(found)
+
+
+def score_all(samples: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Score a chunk by the bare function."""
+    return [score(sample) for sample in samples]
+
+
+def bare(make_executor: Callable[[], Executor]) -> Callable[[Sequence[tuple[str, str]]], float]:
+    """Samples per second of bare futures, with nothing between them and an executor."""
+
+    async def run(executor: Executor, samples: Sequence[tuple[str, str]]) -> float:
+        return await _judge_rate(BareFutures(executor), samples)
+
+    def measure(samples: Sequence[tuple[str, str]]) -> float:
+        with make_executor() as executor:
+            list(executor.map(score, samples[:NUM_WORKERS]))
+            return run_on_uvloop(run(executor, samples))
+
+    return measure
 
 
 def ray_actors(samples: Sequence[tuple[str, str]]) -> float:
@@ -312,6 +370,8 @@ def rates(samples: Sequence[tuple[str, str]], runs: int) -> dict[str, float]:
         "local judger, in the loop": ours(0, sync_in="loop"),
         f"pool of {NUM_WORKERS}": ours(NUM_WORKERS),
         "ProcessPoolExecutor.map": executor_map,
+        "bare futures, thread": bare(partial(ThreadPoolExecutor, 1)),
+        f"bare futures, pool of {NUM_WORKERS}": bare(process_pool),
     }
     if importlib.util.find_spec("ray"):
         contenders["Ray actors"] = ray_actors
@@ -329,13 +389,17 @@ def show_rates(found: dict[str, float], num_samples: int) -> None:
     """Print the table, with the ratios that matter."""
     table = Table("contender", "samples/s", "ratio", "of", title=f"scoring {num_samples} GSM8K answers")
     table.caption = (
-        "In a thread, the function, the thread and the event loop share one interpreter, so what they take adds up and "
-        "their data moves between cores; in the loop there is no time limit."
+        "Bare futures are the least that Python can do to score each sample by a call of its own: no limit, outcome, "
+        "check or count. In a thread, function and event loop share one interpreter, so what they take adds up; and "
+        f"of {NUM_AT_ONCE} judgements under way each has left the caches when its reward comes. In the loop none has "
+        "to wait, but there is no time limit."
     )
     against = {
         "local judger, in a thread": "plain loop",
         "local judger, in the loop": "plain loop",
         f"pool of {NUM_WORKERS}": "ProcessPoolExecutor.map",
+        "bare futures, thread": "plain loop",
+        f"bare futures, pool of {NUM_WORKERS}": "ProcessPoolExecutor.map",
         "Ray actors": f"pool of {NUM_WORKERS}",
     }
     for name, rate in found.items():
@@ -371,6 +435,19 @@ def driver_cost(runs: int) -> dict[str, float]:
 # --- common
 
 
+class Judges(Protocol):
+    """Whatever scores a state."""
+
+    async def judge(self, rollout_state: RolloutState, /) -> RolloutState:
+        """Score one state and return it."""
+        ...
+
+
+def process_pool() -> ProcessPoolExecutor:
+    """Return the pool of the standard library."""
+    return ProcessPoolExecutor(NUM_WORKERS, mp_context=get_context("spawn"))
+
+
 def make_state(response: str, label: str) -> RolloutState:
     """Return a finished attempt."""
     return RolloutState(
@@ -386,7 +463,7 @@ async def judge_all(judger: Judger, samples: Sequence[tuple[str, str]]) -> list[
     return await asyncio.gather(*(judger.judge(make_state(response, label)) for response, label in samples))
 
 
-async def judge_with(num_at_once: int, judger: Judger, states: Sequence[RolloutState]) -> None:
+async def judge_with(num_at_once: int, judger: Judges, states: Sequence[RolloutState]) -> None:
     """Judge all states, so many at the same time."""
     waiting = iter(states)
 

@@ -146,8 +146,10 @@ class XtunerReward(RewardAdapter):
     offers = ("response", "label", "extra_info")
 
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
-        added = {name: payload[name] for name in self.needs}
-        return {"response": payload["response"], "label": payload["label"], "extra_info": {**extra_info, **added}}
+        info = dict(extra_info)
+        for name in self.needs:
+            info[name] = payload[name]
+        return {"response": payload["response"], "label": payload["label"], "extra_info": info}
 
 
 class VerlReward(RewardAdapter):

@@ -167,10 +167,10 @@ class Judger(BaseJudger):
             TypeError: `judge_payload` returned a list.
             JudgerError: the first judgements all failed.
         """
-        judgement = await self.attempt(lambda: self.preprocess(rollout_state))
+        judgement = await self.attempt(rollout_state)
         if isinstance(judgement.output, list):
             raise TypeError("Judger returned a list output for a single rollout state.")
-        return self.settle(rollout_state, judgement)
+        return self.settle(rollout_state, judgement)[0]
 
     async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
         """Score several states by one call of `judge_payload` and return them in the order given.
@@ -181,16 +181,16 @@ class Judger(BaseJudger):
             ValueError: it returned more or fewer outputs than there are states.
             JudgerError: the first judgements all failed.
         """
-        judgement = await self.attempt(lambda: [self.preprocess(state) for state in rollout_states])
-        if judgement.outcome is not Outcome.OK:
-            return [self.settle(state, judgement) for state in rollout_states]
+        judgement = await self.attempt(rollout_states)
+        if judgement.error is not None:
+            return [self.settle(state, judgement)[0] for state in rollout_states]
         outputs = cast("list[Any] | JudgerOutput", judgement.output)
         if not isinstance(outputs, list):
             raise TypeError(f"Judger returned a single output for {len(rollout_states)} rollout states.")
         if len(outputs) != len(rollout_states):
             raise ValueError(f"Judger returned {len(outputs)} outputs for {len(rollout_states)} rollout states.")
         pairs = zip(rollout_states, outputs, strict=True)
-        return [self.settle(state, judgement.with_output(output)) for state, output in pairs]
+        return [self.settle(state, judgement.with_output(output))[0] for state, output in pairs]
 
     async def trial(self, rollout_state: RolloutState) -> RolloutState:
         """Score one state without counting it, and raise whatever the reward code raises. For self-tests."""
@@ -215,52 +215,53 @@ class Judger(BaseJudger):
             self._ledger = Ledger(self.get_judger_name())
         return self._ledger
 
-    async def attempt(self, make_payload: Callable[[], JudgerPayloadBatch]) -> Judgement:
+    async def attempt(self, rollout_states: RolloutState | list[RolloutState]) -> Judgement:
         """Run `judge_payload` once and say how that ended. The payload is made once the judger has room for it.
+
+        Args:
+            rollout_states: One, or a list that is one batch.
 
         Raises:
             JudgerMisuseError: no sample could be judged that way.
             JudgerError: no judgement can be made any more.
         """
         name = self.get_judger_name()
-        with Stopwatch() as watch:
-            gate = self.gate
-            if gate is not None and not gate.enter_now():
-                await gate.enter()
-                watch.start()
-            try:
-                output = await self._start(make_payload())
-            except (JudgerMisuseError, JudgerError):
+        watch = Stopwatch()
+        gate = self.gate
+        if gate is not None and not gate.enter_now():
+            await gate.enter()
+            watch.start()
+        try:
+            if isinstance(rollout_states, list):
+                output = await self._start([self.preprocess(state) for state in rollout_states])
+            else:
+                output = await self._start(self.preprocess(rollout_states))
+        except (JudgerMisuseError, JudgerError):
+            raise
+        except ActorUnavailableError as error:
+            raise no_worker_left(name, error) from error
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
+            name_dynamic_code(error, self.code_file)
+            return Judgement(name, *watch.read(), error=error, outcome=classify(error))
+        except BaseException as error:
+            if not _is_of_reward_code(error):
                 raise
-            except ActorUnavailableError as error:
-                raise no_worker_left(name, error) from error
-            except Exception as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
-                name_dynamic_code(error, self.code_file)
-                queue_s, run_s = watch.read()
-                return Judgement(judger=name, outcome=classify(error), error=error, run_s=run_s, queue_s=queue_s)
-            except BaseException as error:
-                if not _is_of_reward_code(error):
-                    raise
-                queue_s, run_s = watch.read()
-                failure = ended_by(error)
-                return Judgement(judger=name, outcome=Outcome.RAISED, error=failure, run_s=run_s, queue_s=queue_s)
-            finally:
-                if gate is not None:
-                    gate.leave()
-            queue_s, run_s = watch.read()
-        return Judgement(judger=name, outcome=Outcome.OK, output=output, run_s=run_s, queue_s=queue_s)
+            return Judgement(name, *watch.read(), error=ended_by(error), outcome=Outcome.RAISED)
+        finally:
+            if gate is not None:
+                gate.leave()
+        return Judgement(name, *watch.read(), output)
 
-    def settle(self, rollout_state: RolloutState, judgement: Judgement) -> RolloutState:
+    def settle(self, rollout_state: RolloutState, judgement: Judgement) -> tuple[RolloutState, Judgement]:
         """Write a judgement into the state it is about, count it, and apply the policy if it did not end well.
+
+        Returns:
+            The state, and the judgement: an output that is no reward turns it into `raised`.
 
         Raises:
             JudgerError: the first judgements all failed.
         """
-        return self.settle_judgement(rollout_state, judgement)[0]
-
-    def settle_judgement(self, rollout_state: RolloutState, judgement: Judgement) -> tuple[RolloutState, Judgement]:
-        """Do the same, and return the judgement too: an output that is no reward turns it into `raised`."""
-        if judgement.outcome is Outcome.OK:
+        if judgement.error is None:
             try:
                 judged = self.postprocess(rollout_state, judgement.output)
                 reward = check_reward(judged.reward, judger=judgement.judger, sample=rollout_state.rollout_id)

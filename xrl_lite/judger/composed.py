@@ -160,7 +160,7 @@ class ComposedJudger(Judger):
         route = routes[0]
         if isinstance(route.branch, ComposedJudger):
             return await route.branch._judge_routes(state, route.inside)
-        return route.branch.settle_judgement(state, await _run(state, route))
+        return route.branch.settle(state, await _run(state, route))
 
     async def _merge(
         self, state: RolloutState, routes: Sequence[_Route], judgements: Sequence[Judgement]
@@ -185,7 +185,7 @@ class ComposedJudger(Judger):
         """Settle states that all selected the same branches."""
         if len(routes) == 1:
             branch = routes[0].branch
-            return [branch.settle(state, found[0]) for state, found in zip(states, judgements, strict=True)]
+            return [branch.settle(state, found[0])[0] for state, found in zip(states, judgements, strict=True)]
         judged = list(states)
         good: list[int] = []
         for index, (state, found) in enumerate(zip(states, judgements, strict=True)):
@@ -260,12 +260,12 @@ class ComposedJudger(Judger):
         self, judgements: Sequence[Judgement], outcome: Outcome, error: Exception | None, *, output: Any = None
     ) -> Judgement:
         return Judgement(
-            judger=self.get_judger_name(),
-            outcome=outcome,
+            self.get_judger_name(),
+            queue_s=max(judgement.queue_s for judgement in judgements),
+            run_s=max(judgement.run_s for judgement in judgements),
             output=output,
             error=error,
-            run_s=max(judgement.run_s for judgement in judgements),
-            queue_s=max(judgement.queue_s for judgement in judgements),
+            outcome=outcome,
         )
 
     async def _run_batches(self, states: list[RolloutState], routed: list[Sequence[_Route]]) -> list[list[Judgement]]:
@@ -280,7 +280,7 @@ class ComposedJudger(Judger):
 
         async def run(key: str, indexes: list[int]) -> None:
             branch = self.branches[key]
-            judgement = await branch.attempt(lambda: [branch.preprocess(states[index]) for index in indexes])
+            judgement = await branch.attempt([states[index] for index in indexes])
             for index, single in zip(indexes, _split(key, judgement, len(indexes)), strict=True):
                 found[key, index] = single
 
@@ -311,7 +311,7 @@ async def _run(state: RolloutState, route: _Route) -> Judgement:
         if judgement.outcome is not Outcome.OK and judged.reward is not None:  # on_error="zero" somewhere inside
             return replace(judgement, outcome=Outcome.OK, output=judged.reward, error=None)
         return judgement
-    judgement = await branch.attempt(lambda: branch.preprocess(state))
+    judgement = await branch.attempt(state)
     if isinstance(judgement.output, list):
         raise TypeError(f"Branch {route.key!r} returned a list output for one RolloutState.")
     return judgement

@@ -13,15 +13,16 @@ what ends a worker then is the culprit, and nobody else pays.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError
 from xrl_lite.judger.outcome import no_worker_left
 from xrl_lite.judger.quarantine import MAX_ENDED, Quarantine
 from xrl_lite.judger.slots import Lead, Slots, Ticket
-from xrl_lite.judger.stopwatch import execution_starts, execution_took
+from xrl_lite.judger.stopwatch import Item, execution_starts, unwrap
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -33,11 +34,6 @@ _JOURNEY_S = 0.02
 _SHORTEST_LIMIT_S = 1.0
 _PATIENCE = 20
 _SMOOTHING = 0.2
-
-
-Item: TypeAlias = tuple[Any, bool, float]
-"""What came of one payload of a journey: the output or the exception, whether it is the output, and the seconds it took
-in the worker. A plain tuple, as many of them travel."""
 
 
 class Worker(Protocol):
@@ -95,9 +91,14 @@ class Dispatcher:
             self.quarantine.check(payload)
         is_suspect = False
         while True:
-            place = await self._slots.acquire(None if isinstance(payload, list) else payload, whole=is_suspect)
+            ticket = self._slots.ask(None if isinstance(payload, list) else payload, whole=is_suspect)
+            try:
+                place = await ticket.future
+            except asyncio.CancelledError:
+                self._slots.withdraw(ticket)
+                raise
             if not isinstance(place, Lead):
-                return _unwrap(place)
+                return unwrap(place)
             execution_starts()
             try:
                 return await self._use(place, payload)
@@ -122,7 +123,7 @@ class Dispatcher:
         if passengers:
             item = await self._travel(worker, payload, passengers)
             if isinstance(item, tuple):
-                return _unwrap(item)
+                return unwrap(item)
             num_deaths += isinstance(item, ActorDiedError)
         began = perf_counter()
         output = await worker.send(payload, num_deaths=num_deaths)
@@ -168,11 +169,3 @@ class Dispatcher:
 def _is_end_of_all(error: Exception) -> bool:
     """Whether whoever else was with the worker met the same end."""
     return not isinstance(error, ActorTimeoutError) or error.is_loop_blocked
-
-
-def _unwrap(item: Item) -> Any:
-    value, is_output, run_s = item
-    execution_took(run_s)
-    if is_output:
-        return value
-    raise value

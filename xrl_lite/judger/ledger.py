@@ -47,14 +47,11 @@ class Ledger:
         self._counts[judgement.outcome] += 1
         self._run_s.append(judgement.run_s)
         self._queue_s.append(judgement.queue_s)
-        match judgement.outcome:
-            case Outcome.OK:
-                self._has_succeeded = True
-                self._first_failure = None
-            case Outcome.SKIPPED:
-                pass
-            case _:
-                self._note_failure(judgement, sample, policy)
+        if judgement.error is None:
+            self._has_succeeded = True
+            self._first_failure = None
+        elif judgement.outcome is not Outcome.SKIPPED:
+            self._note_failure(judgement, sample, policy)
 
     def statistics(self, *, reset: bool = False) -> dict[str, float]:
         """Return counts and times since the start or the last reset; times are the only values that vary by run."""

@@ -18,9 +18,10 @@ class LoopLocal(Generic[T]):
         self._made: WeakKeyDictionary[asyncio.AbstractEventLoop, T] = WeakKeyDictionary()
         self._last: tuple[ref[asyncio.AbstractEventLoop], T] | None = None
 
-    def get(self) -> T:
-        """Return the object of the running loop, made on first use."""
-        loop = asyncio.get_running_loop()
+    def get(self, loop: asyncio.AbstractEventLoop | None = None) -> T:
+        """Return the object of the running loop, made on first use; `loop` is that loop, where it is at hand."""
+        if loop is None:
+            loop = asyncio.get_running_loop()
         if self._last is not None and self._last[0]() is loop:  # nearly always
             return self._last[1]
         if loop not in self._made:

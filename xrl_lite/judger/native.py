@@ -111,6 +111,8 @@ class NativeJudger(Judger):
             )
         self.is_async = self._reward is not None and is_async(self._reward)
         """Whether the reward code is a coroutine function or a service."""
+        self._needs = frozenset[str]() if self._reward is None else self._reward.needs
+        self._has_own_payload = type(self).judge_payload is not NativeJudger.judge_payload
         self._sync_in: SyncIn = sync_in
         self._thread = SerialThread(f"judger {judger_name}")
         self._limiter: LoopLocal[anyio.Semaphore] = LoopLocal(partial(anyio.Semaphore, max_concurrency))
@@ -132,11 +134,10 @@ class NativeJudger(Judger):
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return response and label, and what else the signature needs; all of it if `judge_payload` is overridden."""
-        if type(self).judge_payload is not NativeJudger.judge_payload:
+        if self._has_own_payload:
             return super().preprocess(rollout_state)
-        needs = self._reward.needs if self._reward is not None else frozenset[str]()
         payload = {"response": rollout_state.response, "label": label_of(rollout_state)}
-        return {**payload, **select_needed(rollout_state, needs)} if needs else payload
+        return {**payload, **select_needed(rollout_state, self._needs)} if self._needs else payload
 
     async def judge_payload(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         """Run the reward code on one payload.
@@ -157,7 +158,7 @@ class NativeJudger(Judger):
         if self._sync_in == "loop":
             result = self._call(single)
         else:
-            result = await self._thread.run(partial(self._call, single), limit_s=self.request_timeout)
+            result = await self._thread.run(self._call, single, limit_s=self.request_timeout)
         if type(result) is not dict and inspect.isawaitable(result):  # a sync callable that returns a coroutine
             result = await within(self.request_timeout, _wait, result)
         return _accept(result)
@@ -165,7 +166,7 @@ class NativeJudger(Judger):
     @property
     def runs_here(self) -> bool:
         """Whether `judge_payload_here` does what `judge_payload` does."""
-        return not self.is_async and type(self).judge_payload is NativeJudger.judge_payload
+        return not self.is_async and not self._has_own_payload
 
     def judge_payload_here(
         self, payload: JudgerPayloadBatch, *, run: Callable[[Coroutine[Any, Any, Any]], Any] | None = None

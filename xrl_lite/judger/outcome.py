@@ -72,22 +72,22 @@ class JudgementPolicy:
     """So many failures before the first success stop the run; 0 never stops it."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Judgement:
     """One ended judgement of one sample, or of a batch that was judged in one call. Is not changed once made."""
 
     judger: str
     """Name of the judger."""
-    outcome: Outcome
-    """How it ended."""
+    queue_s: float
+    """Seconds the judgement waited before it ran."""
+    run_s: float
+    """Seconds the reward code ran."""
     output: Any = None
     """What the reward code returned; None unless the outcome is ok."""
     error: Exception | None = None
-    """What went wrong; None if nothing did."""
-    run_s: float = 0.0
-    """Seconds the reward code ran."""
-    queue_s: float = 0.0
-    """Seconds the judgement waited before it ran."""
+    """What went wrong; None if and only if the outcome is ok."""
+    outcome: Outcome = Outcome.OK
+    """How it ended."""
 
     def with_output(self, output: Any) -> Judgement:
         """Return the same judgement for one sample of a batch."""
@@ -111,7 +111,7 @@ class Judgement:
             "outcome": _VALUES[self.outcome],
             "run_s": self.run_s,
             "queue_s": self.queue_s,
-            "error": None if self.outcome is Outcome.OK else self.explain(sample),
+            "error": None if self.error is None else self.explain(sample),
         }
 
 

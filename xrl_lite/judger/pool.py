@@ -10,11 +10,12 @@ import anyio
 
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch
-from xrl_lite.judger.dispatch import Dispatcher, Item
+from xrl_lite.judger.dispatch import Dispatcher
 from xrl_lite.judger.ledger import Statistics
 from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.quarantine import with_quarantine
 from xrl_lite.judger.remote import RemoteJudger
+from xrl_lite.judger.stopwatch import Item
 
 
 class JudgerPool(Judger):

@@ -14,11 +14,12 @@ from xrl_lite.actors import ActorMethod
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ActorDiedError
 from xrl_lite.judger.base import Judger, JudgerOutput, JudgerOutputBatch, JudgerPayload, JudgerPayloadBatch, within
-from xrl_lite.judger.dispatch import Dispatcher, Item
+from xrl_lite.judger.dispatch import Dispatcher
 from xrl_lite.judger.ledger import Statistics
 from xrl_lite.judger.native import NativeJudger, run_to_end
 from xrl_lite.judger.outcome import JudgementPolicy
 from xrl_lite.judger.quarantine import MAX_ENDED, with_quarantine
+from xrl_lite.judger.stopwatch import Item
 from xrl_lite.judger.whereabouts import full_traceback
 from xrl_lite.log import get_logger
 

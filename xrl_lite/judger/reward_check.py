@@ -37,7 +37,7 @@ def check_reward(reward: Any, *, judger: str, sample: object, needs_score: bool 
             return values
         raise _unusable("must have the key 'score'", values, judger, sample)
     score = values["score"]
-    if not (isinstance(score, int | float) and _is_finite(score)):
+    if not (isinstance(score, (int, float)) and _is_finite(score)):  # a tuple, as a union is made anew each time
         raise _unusable(f"must have a finite number as 'score', got {_short(score)}", values, judger, sample)
     return values
 

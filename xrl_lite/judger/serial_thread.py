@@ -26,19 +26,18 @@ from typing import Any
 
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import JudgementTimeoutError, ended_by
-from xrl_lite.judger.stopwatch import execution_took
+from xrl_lite.judger.stopwatch import Item, execution_took, unwrap
 
 
 @dataclass(eq=False, slots=True)
 class _Job:
-    call: Callable[[], Any]
-    done: asyncio.Future[Any]
-    mail: _Mail
+    call: Callable[[Any], Any]
+    argument: Any
     limit_s: float
+    done: asyncio.Future[Item]
+    mail: _Mail
     began: float | None = None
-    ended: float | None = None
     is_dropped: bool = False
-    is_delivered: bool = False
 
 
 class _Mail:
@@ -48,44 +47,38 @@ class _Mail:
     the end of that one's.
     """
 
+    num_expected = 0
+    """Jobs in line or under way."""
+    running: _Job | None = None
+    """Set by the thread."""
+
     def __init__(self) -> None:
         self._loop = weakref.ref(asyncio.get_running_loop())
-        self._results: deque[tuple[_Job, Any, Exception | None]] = deque()
+        self._items: deque[tuple[asyncio.Future[Item], Item]] = deque()
         self._is_announced = False
-        self._num_expected = 0
         self._is_watching = False
-        self.running: _Job | None = None
-        """Set by the thread."""
 
-    def expect(self, job: _Job) -> None:
-        self._num_expected += 1
+    def watch(self, limit_s: float) -> None:
         if not self._is_watching:
-            self._watch_again(job.limit_s, job.limit_s)
+            self._watch_again(limit_s, limit_s)
 
-    def expect_no_more(self) -> None:
-        self._num_expected -= 1
-
-    def post(self, job: _Job, result: Any, error: Exception | None) -> None:
+    def post(self, done: asyncio.Future[Item], item: Item) -> None:
         """Called by the thread."""
-        job.ended = perf_counter()
-        self._results.append((job, result, error))
+        self._items.append((done, item))
+        if self._is_announced:
+            return
+        self._is_announced = True
         loop = self._loop()
-        if not self._is_announced and loop is not None:
-            self._is_announced = True
+        if loop is not None:
             with suppress(RuntimeError):  # the loop has ended, nobody waits
                 loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_announced = False  # before the results are fetched: what comes from now on is announced again
-        while self._results:
-            job, result, error = self._results.popleft()
-            job.is_delivered = True
-            if job.done.done():
-                continue
-            if error is None:
-                job.done.set_result(result)
-            else:
-                job.done.set_exception(error)
+        self._is_announced = False  # before the items are fetched: what comes from now on is announced again
+        while self._items:
+            done, item = self._items.popleft()
+            if not done.done():
+                done.set_result(item)
 
     def _look(self, limit_s: float) -> None:
         self._is_watching = False
@@ -96,7 +89,7 @@ class _Mail:
             if left_s <= 0:
                 _end(job)
                 left_s = limit_s
-        if self._num_expected:
+        if self.num_expected:
             self._watch_again(left_s, limit_s)
 
     def _watch_again(self, left_s: float, limit_s: float) -> None:
@@ -111,7 +104,6 @@ class _Worker:
     """What thread and caller share about one thread, under the lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    job: _Job | None = None
     is_left_behind: bool = False
 
 
@@ -125,46 +117,50 @@ class SerialThread:
         self._mail: LoopLocal[_Mail] = LoopLocal(_Mail)
         weakref.finalize(self, self._jobs.put, None)  # lets the idle thread end
 
-    async def run(self, call: Callable[[], Any], *, limit_s: float) -> Any:
-        """Return what `call` returns. The limit counts from when it begins.
+    async def run(self, call: Callable[[Any], Any], argument: Any, *, limit_s: float) -> Any:
+        """Return ``call(argument)``. The limit counts from when it begins.
 
         Raises:
             JudgementTimeoutError: it ran longer; the thread is left behind.
             Exception: what `call` raised.
         """
         loop = asyncio.get_running_loop()
-        job = _Job(call, loop.create_future(), self._mail.get(), limit_s)
-        job.mail.expect(job)
-        self._ensure_worker()
+        mail = self._mail.get(loop)
+        job = _Job(call, argument, limit_s, loop.create_future(), mail)
+        mail.num_expected += 1
+        mail.watch(limit_s)
+        if self._worker is None:
+            self._start_worker()
         self._jobs.put(job)
         try:
-            return await job.done
+            item = await job.done
+        except BaseException:  # cancelled, or over its limit
+            self._drop(job)
+            raise
         finally:
-            job.is_dropped = True
-            job.mail.expect_no_more()
-            if job.began is not None:
-                execution_took((job.ended or perf_counter()) - job.began)
-            if not job.is_delivered:
-                self._leave_behind(job)
+            mail.num_expected -= 1
+        return unwrap(item)
 
     def __reduce__(self) -> tuple[type[SerialThread], tuple[str]]:
         return SerialThread, (self._name,)
 
-    def _ensure_worker(self) -> None:
-        if self._worker is None:
-            self._worker = _Worker()
-            threading.Thread(target=_work, args=(self._worker, self._jobs), name=self._name, daemon=True).start()
+    def _start_worker(self) -> None:
+        self._worker = _Worker()
+        threading.Thread(target=_work, args=(self._worker, self._jobs), name=self._name, daemon=True).start()
 
-    def _leave_behind(self, job: _Job) -> None:
+    def _drop(self, job: _Job) -> None:
+        """Have a job in line passed over; leave the thread behind that is at work on it."""
+        job.is_dropped = True
+        if job.began is not None:
+            execution_took(perf_counter() - job.began)
         worker = self._worker
-        if worker is None:
-            return
+        assert worker is not None, "there is one from the first call on"
         with worker.lock:
-            if worker.job is not job:  # it waits in line still, or has just ended
+            if job.mail.running is not job:  # it waits in line still, or has just ended
                 return
+            job.mail.running = None
             worker.is_left_behind = True
-        self._worker = None
-        self._ensure_worker()
+        self._start_worker()
 
 
 def _end(job: _Job) -> None:
@@ -179,24 +175,24 @@ def _end(job: _Job) -> None:
 
 def _work(worker: _Worker, jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        if job.is_dropped:
-            continue
-        with worker.lock:
-            worker.job = job
-        job.began = perf_counter()
-        job.mail.running = job
-        try:
-            result = job.call()
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
-            job.mail.post(job, None, RuntimeError(repr(error)) if isinstance(error, StopIteration) else error)
-        except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
-            job.mail.post(job, None, ended_by(error))
-        else:
-            job.mail.post(job, result, None)
         mail = job.mail
-        del job
+        mail.running = job  # first: who drops it from now on leaves this thread behind
+        item = None if job.is_dropped else _run(job)
         with worker.lock:
-            worker.job = None
             if worker.is_left_behind:
                 return
             mail.running = None
+        if item is not None:
+            mail.post(job.done, item)
+        del job, item
+
+
+def _run(job: _Job) -> Item:
+    job.began = began = perf_counter()
+    try:
+        output = job.call(job.argument)
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
+        return error, False, perf_counter() - began
+    except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
+        return ended_by(error), False, perf_counter() - began
+    return output, True, perf_counter() - began

@@ -2,7 +2,7 @@
 
 ::
 
-    acquire() --> free place, starting behind the last one taken --> Lead: use this worker, then release it
+    ask() --> free place, starting behind the last one taken --> Lead: use this worker, then release it
       waits for    a place, in the order of asking; or for somebody who has one to carry its payload along
       is woken by  release() of any worker, carry() of a leader, or the loss of the last worker
 
@@ -43,7 +43,8 @@ class Ticket:
 
     payload: Any
     future: asyncio.Future[Any]
-    """A `Lead`, or what came of the payload that somebody else sent."""
+    """Gets a `Lead`, a place at the worker to use next, or what came of the payload that somebody else sent; or the
+    error given to `Slots.retire`, when no worker is left."""
     num_deaths: int = 0
     travels_alone: bool = False
     is_whole: bool = False
@@ -82,32 +83,29 @@ class Slots:
         """Whether anybody waits."""
         return bool(self._line)
 
-    async def acquire(self, payload: Any = None, *, whole: bool = False) -> Any:
-        """Return a `Lead`, a place at the worker to use next, or what was carried. A place must be released.
+    def ask(self, payload: Any = None, *, whole: bool = False) -> Ticket:
+        """Get in line for a place. Who waits for the ticket's future no longer must `withdraw` it.
 
         Args:
             payload: What others may carry along; None for what they may not.
             whole: Whether a place will not do, and it has to be all of a worker.
-
-        Raises:
-            Exception: the one given to `retire`, when no worker is left.
         """
-        if not self._line or self._line[0].is_void:  # else there is no free place
-            index = self._take_free(whole=whole)
-            if index is not None:
-                return Lead(index, is_whole=whole)
         ticket = Ticket(payload, asyncio.get_running_loop().create_future(), is_whole=whole)
         self._line.append(ticket)
-        try:
-            return await ticket.future
-        except asyncio.CancelledError:
-            if ticket in self._line:
-                self._line.remove(ticket)
-            elif ticket.future.done() and not ticket.future.cancelled() and ticket.future.exception() is None:
-                given = ticket.future.result()
-                if isinstance(given, Lead):
-                    self.release(given.index)  # cancelled in the moment the place was given
-            raise
+        first = self._line[0]
+        if first is ticket or first.is_void:  # else there is no free place
+            self._serve_line()
+        return ticket
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Get out of line. A place that was given in this very moment goes to the next."""
+        future = ticket.future
+        if ticket in self._line:
+            self._line.remove(ticket)
+        elif future.done() and not future.cancelled() and future.exception() is None:
+            given = future.result()
+            if isinstance(given, Lead):
+                self.release(given.index)
 
     def release(self, index: int) -> None:
         """Give a place back, to the first in line if there is one."""
@@ -121,7 +119,7 @@ class Slots:
         boarded: list[Ticket] = []
         while line and len(boarded) < count:
             ticket = line[0]
-            if ticket.is_void:
+            if ticket.future.done():
                 line.popleft()
             elif ticket.travels_alone or ticket.is_whole or ticket.payload is None:
                 break

@@ -8,21 +8,21 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from time import perf_counter
-from typing import Self
+from typing import Any, TypeAlias
+
+Item: TypeAlias = tuple[Any, bool, float]
+"""What came of reward code that ran elsewhere: the output or the exception, whether it is the output, and the seconds
+it took there. A plain tuple, as many of them travel."""
 
 
 class Stopwatch:
-    """Measures the judgement made in its ``with`` block: when it was asked for, and when it started to run."""
+    """Measures the judgement that is asked for now, in this task, until the next one is measured there."""
 
-    __slots__ = ("_asked", "_started", "_token")
+    __slots__ = ("_asked", "_started")
 
-    def __enter__(self) -> Self:
-        self._token = _current.set(self)
+    def __init__(self) -> None:
+        _current.set(self)
         self._asked = self._started = perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _current.reset(self._token)
 
     def start(self) -> None:
         """Note that the judgement starts to run now; the last note counts."""
@@ -52,3 +52,14 @@ def execution_took(run_s: float) -> None:
     watch = _current.get()
     if watch is not None:
         watch.took(run_s)
+
+
+def unwrap(item: Item) -> Any:
+    """Return the output, or raise the exception, and say how long the judgement being measured ran."""
+    value, is_output, run_s = item
+    watch = _current.get()
+    if watch is not None:
+        watch.took(run_s)
+    if is_output:
+        return value
+    raise value

@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 from xrl_lite.judger.slots import Lead, Slots
 
 
+async def acquire(slots: Slots, payload: object = None, *, whole: bool = False) -> object:
+    ticket = slots.ask(payload, whole=whole)
+    try:
+        return await ticket.future
+    except asyncio.CancelledError:
+        slots.withdraw(ticket)
+        raise
+
+
 async def place(slots: Slots, payload: object = None) -> int:
-    given = await slots.acquire(payload)
+    given = await acquire(slots, payload)
     assert isinstance(given, Lead)
     return given.index
 
@@ -80,7 +89,7 @@ async def test_cancelled_in_the_moment_the_place_is_given_passes_it_on() -> None
 async def test_a_leader_carries_others_along_and_puts_back_whom_it_cannot() -> None:
     slots = Slots([1])
     index = await place(slots)
-    waiting = [asyncio.create_task(slots.acquire(name)) for name in "abcd"]
+    waiting = [asyncio.create_task(acquire(slots, name)) for name in "abcd"]
     await asyncio.sleep(0)
     waiting[0].cancel()
     first = slots.board(2)
@@ -98,7 +107,7 @@ async def test_a_leader_carries_others_along_and_puts_back_whom_it_cannot() -> N
 async def test_who_travels_alone_is_not_boarded() -> None:
     slots = Slots([1])
     await place(slots)
-    waiting = [asyncio.create_task(slots.acquire(name)) for name in "ab"]
+    waiting = [asyncio.create_task(acquire(slots, name)) for name in "ab"]
     await asyncio.sleep(0)
     slots.put_back(slots.board(1), died=False)
     assert slots.board(5) == []
@@ -109,7 +118,7 @@ async def test_who_travels_alone_is_not_boarded() -> None:
 async def test_a_whole_worker_is_given_when_nobody_has_a_place_there_and_kept_from_all() -> None:
     slots = Slots([2])
     held = [await place(slots), await place(slots)]
-    whole = asyncio.create_task(slots.acquire("suspect", whole=True))
+    whole = asyncio.create_task(acquire(slots, "suspect", whole=True))
     await asyncio.sleep(0)
     other = asyncio.create_task(place(slots))
     slots.release(held.pop())
@@ -125,7 +134,7 @@ async def test_a_whole_worker_is_given_when_nobody_has_a_place_there_and_kept_fr
 async def test_who_is_put_back_after_the_last_worker_was_lost_is_told() -> None:
     slots = Slots([1])
     await place(slots)
-    waiting = asyncio.create_task(slots.acquire("a"))
+    waiting = asyncio.create_task(acquire(slots, "a"))
     await asyncio.sleep(0)
     on_board = slots.board(1)
     slots.retire(0, RuntimeError("gone"))

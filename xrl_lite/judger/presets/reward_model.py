@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal, Self, cast
 
@@ -83,7 +82,7 @@ class RewardModelJudger(Judger):
         payloads = payload if isinstance(payload, list) else [payload]
         if any(one["response"] is None for one in payloads):
             raise JudgerInputError("RolloutState must have a response for judging.")
-        scores = await self._thread.run(partial(self._score, payloads), limit_s=self._request_timeout)
+        scores = await self._thread.run(self._score, payloads, limit_s=self._request_timeout)
         outputs: list[dict[str, Any]] = [{"score": score} for score in scores]
         return outputs if isinstance(payload, list) else outputs[0]
 
