@@ -442,6 +442,18 @@ async def test_children_are_seeded_by_name_and_incarnation(system: ActorSystem) 
     assert draws[0] == draws[1] != draws[2]
 
 
+async def test_generators_of_libraries_that_are_loaded_later_are_seeded(system: ActorSystem) -> None:
+    draws: list[tuple[float, float]] = []
+    for name in ("seeded", "seeded", "other"):
+        handle = system.spawn(bodies.Victim, name=name)
+        numpys = await handle.evaluate.remote("__import__('numpy').random.rand()")
+        torchs = 0.0 if name == "other" else await handle.evaluate.remote("__import__('torch').rand(1).item()")
+        draws.append((numpys, torchs))
+        await handle.stop()
+    assert draws[0] == draws[1]
+    assert draws[1][0] != draws[2][0]
+
+
 async def test_dump_shows_the_stack_of_every_child(system: ActorSystem, victim: ActorHandle, tmp_path: Path) -> None:
     marker = tmp_path / "begun"
     call = victim.mark_and_sleep.remote(str(marker), 600)

@@ -14,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import hashlib
 import importlib
+import importlib.abc
+import importlib.machinery
 import json
 import os
 import pickle
@@ -27,8 +30,9 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
@@ -316,13 +320,43 @@ def _limit_threads(count: int) -> None:
 
 
 def seed_generators(text: str) -> None:
-    """Seed the random generators that are loaded with a number made from `text`."""
+    """Seed the random generators of Python, numpy and torch with a number made from `text`.
+
+    Those of modules that are not loaded yet are seeded when they are.
+    """
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
     random.seed(seed)
-    if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed(seed)
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(seed)
+    seeders: dict[str, Callable[[Any], object]] = {
+        "numpy.random": lambda module: module.seed(seed),
+        "torch": lambda module: module.manual_seed(seed),
+    }
+    for name in list(seeders):
+        if (module := sys.modules.get(name)) is not None:
+            seeders.pop(name)(module)
+    sys.meta_path.insert(0, _SeedWhenLoaded(seeders))
+
+
+class _SeedWhenLoaded(importlib.abc.MetaPathFinder):
+    """Finds nothing itself; sees to it that certain modules are seeded once they have been executed."""
+
+    def __init__(self, seeders: dict[str, Callable[[Any], object]]) -> None:
+        self._seeders = seeders
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in self._seeders:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = functools.partial(self._execute_and_seed, fullname, spec.loader.exec_module)
+        return spec
+
+    def _execute_and_seed(self, name: str, execute: Callable[[ModuleType], object], module: ModuleType) -> None:
+        execute(module)
+        if (seed := self._seeders.pop(name, None)) is not None:  # not when it is loaded anew
+            seed(module)
 
 
 if __name__ == "__main__":
