@@ -7,8 +7,9 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
+from xrl_lite.actors.forks import refuse
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.ledger import Resources
 from xrl_lite.actors.payload import Packed
@@ -151,6 +152,21 @@ class CallCounts(Counter[str]):
 
 
 ENDINGS = ("ok", "raised", "timeout", "cancelled", "died", "unavailable", "retried")
+
+
+def cut_off(actor: Any, name: str) -> None:
+    """Let an actor refuse everything that takes a connection, since this process is a fork of the one that has it."""
+
+    def refuse_everything(*_args: Any) -> NoReturn:
+        refuse(f"Actor {name!r} cannot be called, awaited, stopped or passed on")
+
+    for method in ("submit", "ready", "stop", "kill", "on_death", "reduce"):
+        setattr(actor, method, refuse_everything)  # on the instance, so that calls elsewhere need not ask
+    actor.cancel = _ignore
+
+
+def _ignore(_call: Call) -> None:
+    """What cancelling a call comes to in a fork."""
 
 
 def timeout_error(spec: ActorSpec, call: Call, stack: str = "", *, silent_s: float = 0.0) -> ActorTimeoutError:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from xrl_lite.actors.actor import ActorSpec, DeathCallback
+from xrl_lite.actors.actor import ActorSpec, DeathCallback, cut_off
+from xrl_lite.actors.forks import tell_forks
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.payload import Packed
 from xrl_lite.actors.restart import NEVER
@@ -30,6 +31,7 @@ class BorrowedActor:
             preload=(),
             start_timeout_s=0,
         )
+        tell_forks(self)
 
     @property
     def spec(self) -> ActorSpec:
@@ -57,6 +59,9 @@ class BorrowedActor:
 
     def on_death(self, callback: DeathCallback) -> None:
         self._refuse("watch")
+
+    def after_fork(self) -> None:
+        cut_off(self, self._spec.name)
 
     def _refuse(self, verb: str) -> NoReturn:
         raise ActorError(f"Only the process that spawned actor {self._spec.name!r} can {verb} it.")

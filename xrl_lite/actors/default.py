@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -9,6 +10,14 @@ from xrl_lite.actors.system import ActorSystem
 
 _lock = threading.Lock()
 _current: list[ActorSystem] = []
+
+
+def _after_fork() -> None:
+    """Let a fork have a default system of its own."""
+    _current.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def init(**settings: Any) -> ActorSystem:

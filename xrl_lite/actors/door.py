@@ -192,6 +192,11 @@ class RemoteActor(BorrowedActor):
     def statistics(self) -> dict[str, Any]:
         return {"name": self._spec.name, "pending": self.pending}
 
+    def after_fork(self) -> None:
+        super().after_fork()
+        if self._connection is not None:
+            self._connection.leave_it_to_the_parent()
+
     def reduce(self) -> tuple[Any, ...]:
         return reduce_through(self._door, self._spec)
 
@@ -227,6 +232,10 @@ class _Connection:
         """End the connection, and with it the thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def leave_it_to_the_parent(self) -> None:
+        """Close this fork's descriptor of it, so that nothing here can hang up."""
+        self._sock.close()
 
     def _send(self, call: Call, *frames: tuple[Kind, Packed]) -> None:
         with self._lock:

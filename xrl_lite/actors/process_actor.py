@@ -30,6 +30,7 @@ from xrl_lite.actors.actor import (
     Call,
     DeathCallback,
     again,
+    cut_off,
     died_error,
     restarts_used_up_error,
     timeout_error,
@@ -39,6 +40,7 @@ from xrl_lite.actors.child import Child, Death
 from xrl_lite.actors.desk import CONSTRUCTOR, Desk
 from xrl_lite.actors.door import Door, reduce_through
 from xrl_lite.actors.failure import unpack_failure
+from xrl_lite.actors.forks import tell_forks
 from xrl_lite.actors.forkserver import ForkServer
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.hub import Hub
@@ -130,6 +132,7 @@ class ProcessActor:
         self._death_callbacks: list[DeathCallback] = []
         self._lock = threading.Lock()
         self._door: Door | None = None
+        tell_forks(self)
         hub.post(self._start_child)
 
     @property
@@ -201,6 +204,9 @@ class ProcessActor:
             if self._door is None:
                 self._door = Door(self._hub, self)
             return reduce_through(self._door.segment, self._spec)
+
+    def after_fork(self) -> None:
+        cut_off(self, self._spec.name)
 
     async def dump(self, within_s: float) -> str:
         """Return what it is doing, and the stacks of all threads of its child (hub thread)."""

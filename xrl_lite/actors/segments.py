@@ -19,6 +19,7 @@ lent  a block of the sender's `BlockPool`, for one reader, through a shared mapp
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import threading
@@ -26,6 +27,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Self
+
+from xrl_lite.actors.forks import tell_forks
 
 THRESHOLD_BYTES = 64 * 1024
 """Smaller buffers travel inside the frame: a segment costs several system calls, which a copy beats below this size."""
@@ -122,7 +125,7 @@ class Mappings:
             self._forget_retired()
             memory = self._by_inode[inode] = _map(fd, size_bytes, mmap.MAP_SHARED)
         contents = (ctypes.c_char * size_bytes).from_buffer(memory)
-        weakref.finalize(contents, _set_word, memory, _LENT, 0).atexit = False
+        weakref.finalize(contents, _give_back, memory, os.getpid()).atexit = False
         return memoryview(contents).cast("B")
 
     def _forget_retired(self) -> None:
@@ -140,6 +143,7 @@ class BlockPool:
         self._returned: deque[_Block] = deque()
         self._idle: deque[_Block] = deque()
         self._idle_bytes = 0
+        tell_forks(self)
 
     @property
     def idle_bytes(self) -> int:
@@ -152,7 +156,12 @@ class BlockPool:
         """Copy `parts` to their `places` in a block, and lend it to whoever receives the segment."""
         block = self._take(size_class(end_of(places)))
         block.fill(parts, places)
-        return Segment(block.fd, block.size_bytes, release=lambda: self._returned.append(block))
+        return Segment(block.fd, block.size_bytes, release=functools.partial(self._returned.append, block))
+
+    def after_fork(self) -> None:
+        """Leave all blocks to the parent; those that are in use here must not come back to this pool either."""
+        self._lock = threading.RLock()
+        self._returned, self._idle, self._idle_bytes = deque(), deque(), 0
 
     def clear(self) -> None:
         """Give up all blocks that nobody holds."""
@@ -257,6 +266,11 @@ def _map(fd: int, size_bytes: int, flags: int) -> Any:
     memory = (ctypes.c_char * size_bytes).from_address(address)
     weakref.finalize(memory, _munmap, address, size_bytes).atexit = False
     return memory
+
+
+def _give_back(memory: Any, reader: int) -> None:
+    if os.getpid() == reader:  # a fork of it does not know whether it still reads
+        _set_word(memory, _LENT, 0)
 
 
 def _word(memory: Any, index: int) -> int:

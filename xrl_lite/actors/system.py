@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 from xrl_lite.actors.actor import Actor, ActorSpec, OnCancel
 from xrl_lite.actors.clock import Clock, VirtualClock, WallClock
 from xrl_lite.actors.faults import FaultPlan
+from xrl_lite.actors.forks import refuse, tell_forks
 from xrl_lite.actors.forkserver import ForkServer
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.handle import ActorHandle, name_arguments
@@ -130,8 +131,10 @@ class ActorSystem:
         self._handles: dict[str, ActorHandle] = {}
         self._num_named: dict[str, int] = {}
         self._closed = False
+        self._is_inherited = False
         self._at_exit = functools.partial(_call_if_alive, weakref.WeakMethod(self.kill_all))
         atexit.register(self._at_exit)
+        tell_forks(self)
 
     async def __aenter__(self) -> Self:
         return self
@@ -327,6 +330,13 @@ class ActorSystem:
         nothing.set_result("\n".join(f"== {name}: in this process" for name in self._actors))
         return nothing
 
+    def after_fork(self) -> None:
+        """Leave the actors to the process that started them; inline ones are in this process as well."""
+        self._lock = threading.RLock()
+        if self.backend != "inline":
+            atexit.unregister(self._at_exit)
+            self._closed = self._is_inherited = True
+
     async def _dump(self) -> str:
         actors = [actor for actor in list(self._actors.values()) if isinstance(actor, ProcessActor)]
         return "\n\n".join(await asyncio.gather(*(actor.dump(_DUMP_WITHIN_S) for actor in actors)))
@@ -420,6 +430,8 @@ class ActorSystem:
         return given
 
     def _check_open(self, what: str) -> None:
+        if self._is_inherited:
+            refuse(what)
         if self._closed:
             raise ActorUnavailableError(f"{what}: the system was shut down.")
 
