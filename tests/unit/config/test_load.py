@@ -283,7 +283,7 @@ def by_argument(token_level_rewards, response_mask, values, index=None, **_):
     return values, values
 
 
-@register_adv_est("by_decorator", requires={"values"}, min_group_size=3)
+@register_adv_est("test_by_decorator", requires={"values"}, min_group_size=3)
 def by_decorator(**_): ...
 
 
