@@ -22,6 +22,7 @@ from rich.text import Text
 
 import xrl_lite
 from xrl_lite.errors import ConfigError, XrlLiteError
+from xrl_lite.registry import make_importable
 from xrl_lite.settings import explain
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(stdout := cast("object", sys.stdout), io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")  # a completion may hold what no terminal can show
     try:
+        make_importable(Path.cwd())  # an installed script has its own folder on the path, not the user's
         return options.command(options)
     except ConfigError as error:
         _complain(error)

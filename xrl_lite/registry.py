@@ -97,7 +97,7 @@ def load_object(path: str) -> Any:
     After a colon attr may have dots.
 
     Raises:
-        PluginError: no such file, module or attribute, or the module raises on import.
+        PluginError: no such file, module or attribute, or the module raises or exits on import.
     """
     separator = ":" if ":" in path or path.endswith(".py") else "."
     module_name, _, attribute = path.rpartition(separator)
@@ -130,8 +130,10 @@ def load_plugins(environment: Mapping[str, str] = os.environ) -> list[str]:
     for plugin in entry_points(group=PLUGIN_GROUP):
         try:
             plugin.load()
-        except Exception as error:
-            raise PluginError(f"The plug-in {plugin.name!r} ({plugin.value}) cannot be imported: {error!r}") from error
+        except (Exception, SystemExit) as error:
+            raise PluginError(
+                f"The plug-in {plugin.name!r} ({plugin.value}) cannot be imported: it {_what_it_did(error)}"
+            ) from error
         loaded.append(plugin.name)
     return loaded
 
@@ -139,15 +141,30 @@ def load_plugins(environment: Mapping[str, str] = os.environ) -> list[str]:
 def _import(module_name: str, asked: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except Exception as error:
-        raise PluginError(f"Cannot load {asked!r}: importing {module_name!r} raised {error!r}") from error
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"Cannot load {asked!r}: importing {module_name!r} {_what_it_did(error)}") from error
+
+
+def _what_it_did(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return f"called sys.exit({error.code!r}); guard it with `if __name__ == '__main__':`"
+    return f"raised {error!r}"
+
+
+def make_importable(folder: Path) -> None:
+    """Let modules of a folder be imported, in this process and in actors spawned from now on.
+
+    It comes last in the search, so that a file called ``math.py`` hides nothing from anyone.
+    """
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a Python file as a module of its own, once in this process.
+    """Run a Python file as a module of its own, once in this process. It may import files beside it.
 
     Raises:
-        PluginError: there is no such file, or it raises.
+        PluginError: there is no such file, it raises, or it exits.
     """
     resolved = path.expanduser().resolve()
     if not resolved.is_file():
@@ -161,9 +178,10 @@ def load_file(path: Path) -> ModuleType:
         raise PluginError(f"Cannot load {path}: it is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    make_importable(resolved.parent)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise PluginError(f"Cannot load {path}: running it raised {error!r}") from error
+        raise PluginError(f"Cannot load {path}: running it {_what_it_did(error)}") from error
     return module

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +113,34 @@ def output_of(*arguments: str) -> list[str]:
     )
     assert (result.stderr, result.returncode) == ("", 0)
     return result.stdout.splitlines()
+
+
+USER_REWARD = """
+import beside
+
+def score(response, label):
+    import of_the_plugin
+    return {"score": beside.points(response == label) + of_the_plugin.loaded[0]}
+"""
+
+
+@pytest.mark.parametrize("judger", ["in_folder.py:score", "code/rewards.py:score", "rewards_here:score"])
+def test_the_command_and_its_workers_import_modules_of_the_users_folder(tmp_path: Path, judger: str) -> None:
+    for name in ("in_folder.py", "rewards_here.py", "code/rewards.py"):
+        file = tmp_path / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(USER_REWARD, encoding="utf-8")
+        (file.parent / "beside.py").write_text("def points(right):\n    return 1.0 * right\n", encoding="utf-8")
+    (tmp_path / "of_the_plugin.py").write_text("loaded = [0.5]\n", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"response": "4", "ground_truth": "4"}\n', encoding="utf-8")
+    command = [*(sys.executable, "-P", "-m", "xrl_lite.cli", "score", "rows.jsonl", "--judger", judger)]
+    ended = subprocess.run(
+        [*command, "cpu_resources.num_workers=1", "cpu_resources.num_cpus_per_worker=0.5", "--output", "out.jsonl"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "XRL_LITE_USE_EXTERNAL_MODULES": "of_the_plugin"},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert json.loads((tmp_path / "out.jsonl").read_text(encoding="utf-8"))["reward"] == {"score": 1.5}
