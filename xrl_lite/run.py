@@ -15,10 +15,14 @@ Everything that is not the driver is an actor of one `ActorSystem`, which ends t
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import signal
+import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,7 +166,7 @@ async def open_trainer(
         bundle=devices.training,
     )
     critic = build_critic(config, model_path, system, devices.training)
-    tokenizer = load_tokenizer(config, model_path)
+    tokenizer = await load_tokenizer(config, model_path)
     async with AsyncExitStack() as stack:
         if devices.shared:  # an engine that measures how much memory there is must not see it taken meanwhile
             await trainers_ready(engine, critic)
@@ -267,7 +271,7 @@ async def evaluate(
     async with actor_system(config, log_dir=None) as system:
         given = model_of_checkpoint(checkpoint) if checkpoint else None
         model_path = given or await prepare_model(config, system, reporter)
-        tokenizer = load_tokenizer(config, model_path)
+        tokenizer = await load_tokenizer(config, model_path)
         async with AsyncExitStack() as stack:
             rollout = await stack.enter_async_context(build_rollout(config, model_path, tokenizer, system))
             judgers = Judgers(data, system)
@@ -324,7 +328,7 @@ async def serve(
     check_model(config)
     async with actor_system(config, log_dir=None) as system:
         model_path = await prepare_model(config, system, reporter or ConsoleReporter())
-        tokenizer = Tokenizer.load(model_path)
+        tokenizer = await in_daemon_thread(partial(Tokenizer.load, model_path))
         controller = RolloutController(
             system,
             config=config.rollout,
@@ -420,9 +424,25 @@ def model_of_checkpoint(checkpoint: Path) -> str:
     return str(inside)
 
 
-def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
-    """Load the model's tokenizer, or the one that the agent loop names."""
-    return Tokenizer.load(config.task.agent_loop_config.hf_checkpoint or model_path)
+async def load_tokenizer(config: RunConfig, model_path: str) -> Tokenizer:
+    """Load the model's tokenizer, or the one that the agent loop names. A hub that does not answer takes minutes."""
+    path = config.task.agent_loop_config.hf_checkpoint or model_path
+    return await in_daemon_thread(partial(Tokenizer.load, path))
+
+
+async def in_daemon_thread(call: Callable[[], T]) -> T:
+    """Return what a call returns. When cancelled it is left behind; the end of this process does not wait for it."""
+    answer: Future[T] = Future()
+    answer.set_running_or_notify_cancel()  # from now on whoever waits may be cancelled, but the answer may not
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except Exception as error:  # noqa: BLE001 - raised again where it is awaited
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await asyncio.wrap_future(answer)
 
 
 def build_rollout(

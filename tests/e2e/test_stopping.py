@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -204,6 +205,26 @@ def test_whatever_process_is_killed_every_prompt_is_trained_once(
     lines = [json.loads(line) for line in (tmp_path / "runs" / "test" / "trained.jsonl").read_text().splitlines()]
     assert [line["uid"] for line in lines] == [f"addition-{n}" for n in range(48 * 4)]
     assert [line["step"] for line in lines] == [1 + n // 4 for n in range(48 * 4)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_while_a_hub_that_never_answers_is_asked_for_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    config = write_config(tmp_path, Path("some/model"), evaluation={})
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
+        monkeypatch.setenv("HF_HOME", str(tmp_path))
+        monkeypatch.delenv("HF_HUB_OFFLINE")
+        with running(config) as process:
+            asked, _ = hub.accept()
+            with asked:
+                below = children_of(process.pid)
+                process.send_signal(number)
+                output = process.communicate(timeout=25)[0]
+    assert process.returncode == 130, output
+    assert "stopping before the first step" in output
+    assert_gone(below)
 
 
 def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path, tiny_model_folder: Path) -> None:

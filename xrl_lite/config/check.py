@@ -136,12 +136,26 @@ def check_model(config: RunConfig | ServeConfig) -> None:
     """Check what a model folder holds; a hub id is checked when it is loaded.
 
     Raises:
-        ConfigError: it has no config.json, no tokenizer or no chat template; or peft is missing.
+        ConfigError: it is not there, or has no config.json, no tokenizer or no chat template; or peft is missing.
     """
     if isinstance(config, RunConfig) and any(engine.lora is not None for _, engine in config.engines):
         check_installed(("peft",), extra="lora")
-    if config.model.path is not None and Path(config.model.path).exists():
-        check_model_folder(Path(config.model.path))
+    if isinstance(config, RunConfig) and config.has_critic and config.critic.path is not None:
+        _require_folder("critic.path", config.critic.path)
+    if config.model.path is not None:
+        _require_folder("model.path", config.model.path)
+        if Path(config.model.path).exists():
+            check_model_folder(Path(config.model.path))
+
+
+def _require_folder(setting: str, path: str) -> None:
+    """Refuse a path that leads nowhere and cannot be meant as a hub id."""
+    is_hub_id = path.count("/") <= 1 and not path.startswith(("/", ".", "~"))
+    if not is_hub_id and not Path(path).exists():
+        raise ConfigError(
+            f"{setting} {path}: there is no such folder (looked for {Path(path).resolve()}). Give a Hugging Face "
+            f"folder, or a hub id such as Qwen/Qwen3-0.6B."
+        )
 
 
 def describe_model(config: RunConfig) -> str:

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from types import FrameType
 
 
 @dataclass
@@ -22,7 +22,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(stop: StopRequest, *, kill: Callable[[], None], note: Callable[[str], None]) -> Generator[None]:
-    """Turn SIGINT and SIGTERM into stop requests while inside.
+    """Turn SIGINT and SIGTERM into stop requests while inside. The second one acts also where the loop is blocked.
 
     Args:
         stop: What is asked.
@@ -30,24 +30,27 @@ def stop_on_signals(stop: StopRequest, *, kill: Callable[[], None], note: Callab
         note: Says what happens.
     """
     loop = asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
 
-    def on_signal(number: signal.Signals) -> None:
+    def on_signal(number: int, _frame: FrameType | None) -> None:
         if stop.requested:
-            kill()
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+            try:
+                kill()
+            finally:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
         stop.requested = True
+        loop.call_soon_threadsafe(begin_to_stop, signal.Signals(number).name)
+
+    def begin_to_stop(name: str) -> None:
         if stop.cancel is not None:
-            note(f"{number.name}: stopping before the first step")
+            note(f"{name}: stopping before the first step; once more to stop at once")
             stop.cancel()
         else:
-            note(f"{number.name}: stopping after this step, with a checkpoint; once more to stop at once")
+            note(f"{name}: stopping after this step, with a checkpoint; once more to stop at once")
 
-    for number in signals:
-        loop.add_signal_handler(number, partial(on_signal, number))
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)

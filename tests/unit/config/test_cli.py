@@ -125,6 +125,22 @@ def test_model_folder_without_config(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "has no config.json" in complaint(capsys, "train", write(tmp_path), f"model.path={tmp_path}")
 
 
+@pytest.mark.parametrize("path", ["/no/model", "./no_model", "../no_model", "~nobody/model", "~/no_model", "a/b/c"])
+@pytest.mark.parametrize("command", ["train", "eval", "dry run"])
+def test_a_model_folder_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], path: str, command: str
+) -> None:
+    arguments = ["train", "--dry-run"] if command == "dry run" else [command]
+    text = complaint(capsys, *arguments, write(tmp_path), f"model.path={path}")
+    assert text.startswith("ConfigError: model.path ")
+    assert "there is no such folder (looked for /" in text
+
+
+def test_a_folder_of_the_critics_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("algorithm.advantage=gae", "critic.path=/no/model")
+    assert "critic.path /no/model: there is no such folder" in complaint(capsys, "train", write(tmp_path), *overrides)
+
+
 def test_what_is_not_installed_is_named_with_its_cure() -> None:
     with pytest.raises(ConfigError, match=r"A run needs no_such_module\. .*pip install 'xrl-lite\[train\]'"):
         check_installed(("json", "no_such_module"))
