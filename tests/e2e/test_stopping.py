@@ -221,7 +221,7 @@ def test_interrupted_while_a_hub_that_never_answers_is_asked_for_the_model(
             with asked:
                 below = children_of(process.pid)
                 process.send_signal(number)
-                output = process.communicate(timeout=25)[0]
+                output = process.communicate(timeout=40)[0]
     assert process.returncode == 130, output
     assert "stopping before the first step" in output
     assert_gone(below)
