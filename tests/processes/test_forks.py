@@ -68,7 +68,6 @@ class Forking:
 
 
 def test_a_fork_is_refused_and_its_parent_gets_its_own_results(victim: ActorHandle) -> None:
-    running = victim.sleep.remote(0.2)
     answers = [
         in_fork(lambda: victim.echo.remote("of the fork").result(LIMIT_S)),
         in_fork(lambda: victim.ready().result(LIMIT_S)),
@@ -78,9 +77,11 @@ def test_a_fork_is_refused_and_its_parent_gets_its_own_results(victim: ActorHand
     for text in answers:
         assert text.startswith(f"ActorError: Actor '{victim.name}' cannot be called")
         assert "forked" in text
-    assert in_fork(running.cancel) == "True"
     assert victim.echo.remote("of the parent").result(LIMIT_S) == "of the parent"
-    running.result(LIMIT_S)
+    pid, running = victim.pid, victim.sleep.remote(600)
+    assert in_fork(running.cancel) == "True"
+    assert not running.done()
+    assert victim.pid == pid
 
 
 def test_a_fork_of_the_driver_starts_no_actors_and_ends_none(system: ActorSystem, victim: ActorHandle) -> None:
