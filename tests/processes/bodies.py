@@ -107,6 +107,27 @@ class Victim:
         self.kept = (plain, own_session)
         return [plain.pid, own_session.pid, int(daemon.stdout)]
 
+    def leave_zombies(self, count: int) -> None:
+        """Let background processes end whose parents have ended before."""
+        subprocess.run(["sh", "-c", f"for i in $(seq {count}); do sleep 0 & done"], check=True)
+
+    def start_and_forget(self, count: int) -> None:
+        """Let processes end that are asked for later."""
+        self.popens = [subprocess.Popen(["sh", "-c", "exit 7"]) for _ in range(count)]
+
+    def exit_codes(self) -> list[int]:
+        return [popen.wait() for popen in self.popens]
+
+    def count_zombies(self) -> int:
+        return sum(_is_zombie_of(os.getpid(), entry) for entry in os.listdir("/proc"))
+
+    def interrupt_a_program(self) -> int:
+        with subprocess.Popen(["sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE) as program:
+            assert program.stdout is not None
+            program.stdout.readline()
+            program.send_signal(signal.SIGINT)
+            return program.wait(30.0)
+
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
@@ -115,6 +136,14 @@ class Victim:
 
     def open_descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
+
+
+def _is_zombie_of(parent: int, pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[:2] == ["Z", str(parent)]
+    except OSError:
+        return False
 
 
 class Keeper(Victim):

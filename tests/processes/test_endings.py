@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import bodies
+from tests.processes import bodies, fork_limits
 from xrl_lite.actors import ActorHandle, ActorSystem, RestartPolicy
 from xrl_lite.actors.zygote import parent_of
 from xrl_lite.errors import (
@@ -55,6 +55,13 @@ async def until(condition: Any) -> None:
     async with asyncio.timeout(LIMIT_S):
         while not condition():  # noqa: ASYNC110 it is about files and processes, which tell nobody
             await asyncio.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def exists(pid: int | None) -> bool:
@@ -366,6 +373,59 @@ async def test_what_an_actor_started_ends_with_it(victim: ActorHandle) -> None:
     with pytest.raises(ActorDiedError):
         await victim.end_hard.remote(1)
     await until(lambda: not any(map(exists, grandchildren)))
+
+
+async def test_ended_background_processes_do_not_pile_up_below_an_actor(victim: ActorHandle) -> None:
+    await victim.start_and_forget.remote(20)
+    await victim.leave_zombies.remote(60)
+    async with asyncio.timeout(LIMIT_S):
+        while await victim.count_zombies.remote() != 20:  # noqa: ASYNC110 it reaps now and then
+            await asyncio.sleep(0.05)
+    assert await victim.exit_codes.remote() == [7] * 20
+
+
+async def test_programs_that_an_actor_starts_can_be_interrupted(victim: ActorHandle) -> None:
+    assert await victim.interrupt_a_program.remote() == -signal.SIGINT
+
+
+async def test_a_fork_that_fails_is_the_end_of_one_actor_and_of_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    monkeypatch.setenv(fork_limits.NO_FORKS_WHILE, str(full))
+    async with ActorSystem(num_cpus=4) as system:
+        old = system.spawn(bodies.Victim, preload=[fork_limits.__name__])
+        await old.ready()
+        full.touch()
+        unborn = system.spawn(bodies.Victim, preload=[fork_limits.__name__])
+        with pytest.raises(ActorDiedError, match=r"cannot be started: .*Resource temporarily unavailable"):
+            await unborn.ready()
+        assert await old.ping.remote() == "pong"
+        assert old.restarts == 0
+        full.unlink()
+        young = system.spawn(bodies.Victim, preload=[fork_limits.__name__])
+        assert await young.ping.remote() == "pong"
+
+
+async def test_the_death_of_the_fork_server_ends_what_its_actors_had_started() -> None:
+    async with ActorSystem(num_cpus=2) as system:
+        handle = system.spawn(bodies.Victim, restart=FORGIVING)
+        below = await handle.start_grandchildren.remote()
+        assert handle.pid is not None
+        os.kill(parent_of(handle.pid), signal.SIGKILL)
+        await until(lambda: not any(map(is_alive, below)))
+        assert await handle.ping.remote() == "pong"
+
+
+async def test_a_dump_harms_no_child_that_is_starting(system: ActorSystem) -> None:
+    for _ in range(10):
+        handle = system.spawn(bodies.Victim)
+        async with asyncio.timeout(LIMIT_S):
+            while handle.pid is None:  # noqa: ASYNC110 nobody tells, and it is to be asked at once
+                await asyncio.sleep(0)
+        await system.dump()
+        assert await handle.ping.remote() == "pong"
+        await handle.stop(0.0)
 
 
 async def test_background_processes_of_a_living_actor_survive_the_death_of_another(system: ActorSystem) -> None:

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,9 @@ from pathlib import Path
 
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.logs import ActorLog
+from xrl_lite.actors.orphans import FAMILY_VARIABLE, end_family
 from xrl_lite.actors.surroundings import module_path
-from xrl_lite.actors.zygote import THREAD_VARIABLES, Exited, Forked, ForkRequest, Ready
+from xrl_lite.actors.zygote import THREAD_VARIABLES, Exited, Forked, ForkRequest, NotForked, Ready
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -51,6 +53,7 @@ class ForkServer:
         self.alive = True
         self.process_id = 0
         self._hub = hub
+        self._family = uuid.uuid4().hex
         self._log = ActorLog(log_dir, "fork-server" + "".join(f"+{name}" for name in preload))
         self._ready = False
         self._waiting: deque[Birth] = deque()
@@ -96,10 +99,12 @@ class ForkServer:
             "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin slow everybody down on a full machine
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # keeps torch from initialising CUDA, which does not survive a fork
             "PYTHONPATH": os.pathsep.join(module_path()),
+            FAMILY_VARIABLE: self._family,
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(seed % 2**32)),
         }
         return subprocess.Popen(
-            [sys.executable, "-m", "xrl_lite.actors.zygote", str(theirs.fileno())],
+            # -P: the folder where it is started is no place to look for modules, unless the driver does so
+            [sys.executable, "-P", "-m", "xrl_lite.actors.zygote", str(theirs.fileno())],
             env=environment,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -121,7 +126,7 @@ class ForkServer:
                 return
             self._take(pickle.loads(data), fds)
 
-    def _take(self, message: Ready | Forked | Exited, fds: list[int]) -> None:
+    def _take(self, message: Ready | Forked | NotForked | Exited, fds: list[int]) -> None:
         if isinstance(message, Ready):
             for name, error in message.failed_imports.items():
                 logger.warning("the fork server cannot preload %s, children import it themselves:\n%s", name, error)
@@ -129,6 +134,8 @@ class ForkServer:
             self._send()
         elif isinstance(message, Forked):
             self._births[message.token].on_forked(message.pid, fds[0])
+        elif isinstance(message, NotForked):
+            self._births.pop(message.token).on_exited(None, f"its process cannot be started: {message.reason}")
         else:
             self._births.pop(message.token).on_exited(message.status, "")
 
@@ -162,7 +169,8 @@ class ForkServer:
         os.close(self._pidfd)
         self._drain()
         self._stop_listening()
-        self._process.wait()
+        if self._process.wait() != 0:  # it has not ended what was below it
+            end_family(self._family)
         births, self._births = self._births, {}
         for birth in self._waiting:
             for fd in birth.fds:

@@ -30,6 +30,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from xrl_lite.actors.failure import describe, pack_failure, unsendable
+from xrl_lite.actors.orphans import Reaper
 from xrl_lite.actors.payload import Packed, pack, unpack
 from xrl_lite.actors.slots import HEARTBEAT_S, MethodKind, SlotPage
 from xrl_lite.actors.wire import EMPTY, Frame, FrameWriter, Kind, PipeWriter, SocketReader
@@ -189,8 +190,9 @@ class _SyncRunner:
 
 
 def _run_in_main_thread(line: _Line, runner: _SyncRunner) -> None:
+    reaper = Reaper()
     while _run_what_comes(line, runner):
-        pass
+        reaper.look()
 
 
 def _run_what_comes(line: _Line, runner: _SyncRunner) -> bool:
@@ -229,6 +231,7 @@ class _LoopWorker:
         self._num_sync_sent = 0
         """Counted by the loop; the main thread counts those that it has taken, and those that it has begun."""
         self._num_sync_taken = 0
+        self._reaper = Reaper()
         runner.await_result = self._await_on_loop
         line.share()
 
@@ -256,6 +259,7 @@ class _LoopWorker:
 
     def _beat(self) -> None:
         self._page.beat()
+        self._reaper.look()
         self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def _receive(self) -> None:

@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from types import FrameType, ModuleType
 from typing import Any, NoReturn
 
+from xrl_lite.actors.orphans import FAMILY_VARIABLE
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MESSAGE_BYTES = 1 << 20
@@ -88,6 +90,14 @@ class Forked:
 
 
 @dataclass(frozen=True, slots=True)
+class NotForked:
+    """There will be no child."""
+
+    token: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """A child ended. `status` is that of ``waitpid``."""
 
@@ -105,6 +115,7 @@ def main(control_fd: int) -> None:
     """Be a fork server. The driver's process id, module path and preload list are the first message."""
     control = socket.socket(fileno=control_fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [DUMP_SIGNAL])  # for a child that is asked before it can answer
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
     setup: dict[str, Any] = json.loads(control.recv(_MESSAGE_BYTES))
     sys.path[:] = setup["module_path"]
@@ -159,14 +170,21 @@ class _Zygote:
         # the request lies in a memfd: an environment may be larger than a message
         with open(fds.pop(0), "rb") as file:
             request: ForkRequest = pickle.load(file)
+        try:
+            self._fork(request, fds)
+        except OSError as error:  # too many processes, or no memory: that is about this child and about no other
+            self._report(NotForked(request.token, str(error)), [])
+        for fd in fds:
+            os.close(fd)
+
+    def _fork(self, request: ForkRequest, fds: list[int]) -> None:
         pid = os.fork()
         if pid == 0:
             self._become_child(request, fds)
-        pidfd = os.pidfd_open(pid)  # before the child can be reaped, so it is certainly this process
         self._children[pid] = request.token
+        pidfd = os.pidfd_open(pid)  # before the child can be reaped, so it is certainly this process
         self._report(Forked(request.token, pid), [pidfd])
-        for fd in [*fds, pidfd]:
-            os.close(fd)
+        os.close(pidfd)
 
     def _become_child(self, request: ForkRequest, fds: list[int]) -> NoReturn:
         try:
@@ -232,7 +250,7 @@ class _Zygote:
 
 
 def _ignore(_signal: int, _frame: FrameType | None) -> None:
-    """A handler must exist for the signal to wake the loop."""
+    """Do nothing, other than SIG_IGN: that wakes no loop, and goes on to the programs that are started."""
 
 
 def _kill(pid: int) -> None:
@@ -268,14 +286,17 @@ def become_actor(request: ForkRequest, socket_fd: int, replies_fd: int, page_fd:
 
     os.setpgid(0, 0)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)  # background processes of this actor stay below it until it ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the driver
+    signal.signal(signal.SIGINT, _ignore)  # Ctrl-C belongs to the driver; a handler, which programs do not inherit
     _redirect_output(log_fd)
     log_to_stderr()
     _volunteer_for_the_oom_killer()
     faulthandler.enable(file=2)
     faulthandler.register(DUMP_SIGNAL, file=2, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [DUMP_SIGNAL])
+    family = os.environ[FAMILY_VARIABLE]
     os.environ.clear()
     os.environ.update(request.environment)
+    os.environ[FAMILY_VARIABLE] = family
     sys.path[:] = request.module_path
     if os.path.isdir(request.working_directory):
         os.chdir(request.working_directory)
