@@ -130,7 +130,7 @@ async def test_where_it_hung_is_told_also_by_a_child_that_is_slow_to_say_so(
 ) -> None:
     monkeypatch.setattr("xrl_lite.actors.process_actor._DUMP_WITHIN_S", LIMIT_S)
     pid, marker = await victim.process_id.remote(), tmp_path / "begun"
-    call = victim.mark_and_sleep.options(timeout_s=0.5).remote(str(marker), 600)
+    call = victim.mark_and_sleep.options(timeout_s=2.0).remote(str(marker), 600)
     await until(marker.exists)
     os.kill(pid, signal.SIGSTOP)
     await until(lambda: victim._actor._expiring)  # type: ignore[attr-defined]
