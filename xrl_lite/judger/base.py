@@ -39,7 +39,7 @@ from xrl_lite.judger.outcome import (
 )
 from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.reward_check import check_reward
-from xrl_lite.judger.stopwatch import Stopwatch, execution_starts
+from xrl_lite.judger.stopwatch import Stopwatch, running_stopwatch
 from xrl_lite.judger.whereabouts import name_dynamic_code
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class Judger(BaseJudger):
 
     async def _wait_and_judge(self, limiter: RateLimiter, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         await limiter.wait()
-        execution_starts()
+        running_stopwatch().start()
         if self.limits_itself:
             return await self.judge_payload(payload)
         return await within(self.policy.request_timeout, self.judge_payload, payload)

@@ -22,7 +22,7 @@ from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableE
 from xrl_lite.judger.outcome import no_worker_left
 from xrl_lite.judger.quarantine import MAX_ENDED, Quarantine
 from xrl_lite.judger.slots import Lead, Slots, Ticket
-from xrl_lite.judger.stopwatch import Item, execution_starts, unwrap
+from xrl_lite.judger.stopwatch import Item, Stopwatch, running_stopwatch, unwrap
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -89,6 +89,7 @@ class Dispatcher:
         """
         if self.quarantine.holds_any:
             self.quarantine.check(payload)
+        watch = running_stopwatch()
         is_suspect = False
         while True:
             ticket = self._slots.ask(None if isinstance(payload, list) else payload, whole=is_suspect)
@@ -98,10 +99,10 @@ class Dispatcher:
                 self._slots.withdraw(ticket)
                 raise
             if not isinstance(place, Lead):
-                return unwrap(place)
-            execution_starts()
+                return unwrap(place, watch)
+            watch.start()
             try:
-                return await self._use(place, payload)
+                return await self._use(place, payload, watch)
             except (ActorDiedError, ActorTimeoutError) as error:
                 if is_suspect or not (self._workers[place.index].runs_many and _is_end_of_all(error)):
                     # one that died has been sent until it had ended as many as it may
@@ -116,14 +117,14 @@ class Dispatcher:
             finally:
                 self._slots.release(place.index)
 
-    async def _use(self, place: Lead, payload: Any) -> Any:
+    async def _use(self, place: Lead, payload: Any, watch: Stopwatch) -> Any:
         worker = self._workers[place.index]
         num_deaths = MAX_ENDED - 1 if worker.runs_many else place.num_deaths
         passengers = self._board(worker, place, payload)
         if passengers:
             item = await self._travel(worker, payload, passengers)
             if isinstance(item, tuple):
-                return unwrap(item)
+                return unwrap(item, watch)
             num_deaths += isinstance(item, ActorDiedError)
         began = perf_counter()
         output = await worker.send(payload, num_deaths=num_deaths)

@@ -20,7 +20,7 @@ import anyio
 from xrl_lite.judger.handler import DEFAULT_CONCURRENCY
 from xrl_lite.judger.http import SharedClient, retry_after
 from xrl_lite.judger.loop_local import LoopLocal
-from xrl_lite.judger.stopwatch import execution_starts
+from xrl_lite.judger.stopwatch import running_stopwatch
 from xrl_lite.log import get_logger
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Hosts:
             RuntimeError: no server gave an answer that can be read.
         """
         async with self._limiter.get():
-            execution_starts()
+            running_stopwatch().start()
             return await self._try(path, body, read)
 
     async def _try(self, path: str, body: Mapping[str, Any], read: Callable[[Any], Any]) -> Any:

@@ -41,7 +41,7 @@ from xrl_lite.judger.outcome import (
     UnsupportedCallError,
 )
 from xrl_lite.judger.serial_thread import SerialThread
-from xrl_lite.judger.stopwatch import execution_starts
+from xrl_lite.judger.stopwatch import running_stopwatch
 
 
 class NativeJudger(Judger):
@@ -153,7 +153,7 @@ class NativeJudger(Judger):
             return _accept(None)
         if self.is_async:
             async with self._limiter.get():
-                execution_starts()
+                running_stopwatch().start()
                 return _accept(await within(self.request_timeout, self._call_async, single))
         if self._sync_in == "loop":
             result = self._call(single)

@@ -26,7 +26,7 @@ from typing import Any
 
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import JudgementTimeoutError, ended_by
-from xrl_lite.judger.stopwatch import Item, execution_took, unwrap
+from xrl_lite.judger.stopwatch import Item, running_stopwatch, unwrap
 
 
 @dataclass(eq=False, slots=True)
@@ -124,6 +124,7 @@ class SerialThread:
             JudgementTimeoutError: it ran longer; the thread is left behind.
             Exception: what `call` raised.
         """
+        watch = running_stopwatch()
         loop = asyncio.get_running_loop()
         mail = self._mail.get(loop)
         job = _Job(call, argument, limit_s, loop.create_future(), mail)
@@ -136,10 +137,12 @@ class SerialThread:
             item = await job.done
         except BaseException:  # cancelled, or over its limit
             self._drop(job)
+            if job.began is not None:
+                watch.took(perf_counter() - job.began)
             raise
         finally:
             mail.num_expected -= 1
-        return unwrap(item)
+        return unwrap(item, watch)
 
     def __reduce__(self) -> tuple[type[SerialThread], tuple[str]]:
         return SerialThread, (self._name,)
@@ -151,8 +154,6 @@ class SerialThread:
     def _drop(self, job: _Job) -> None:
         """Have a job in line passed over; leave the thread behind that is at work on it."""
         job.is_dropped = True
-        if job.began is not None:
-            execution_took(perf_counter() - job.began)
         worker = self._worker
         assert worker is not None, "there is one from the first call on"
         with worker.lock:

@@ -1,7 +1,7 @@
 """Time in line and time at work, told apart across the layers of a judger.
 
-Whoever measures opens a stopwatch; whoever holds a judgement back (a pool without a free worker, a full limiter) says
-when it stops waiting. The stopwatch is found through the context of the task, so no layer hands it on.
+Whoever measures starts a stopwatch; whoever holds a judgement back (a pool without a free worker, a full limiter) tells
+it when the waiting ends. It is found through the context of the task, so no layer hands it on.
 """
 
 from __future__ import annotations
@@ -40,26 +40,15 @@ class Stopwatch:
 _current: ContextVar[Stopwatch | None] = ContextVar("xrl_lite_judger_stopwatch", default=None)
 
 
-def execution_starts() -> None:
-    """Say that the judgement being measured, if any, has left the line."""
-    watch = _current.get()
-    if watch is not None:
-        watch.start()
+def running_stopwatch() -> Stopwatch:
+    """Return the one that measures the judgement of this task, or where none does, one that nobody reads."""
+    return _current.get() or Stopwatch()
 
 
-def execution_took(run_s: float) -> None:
-    """Say how long the judgement being measured, if any, ran until now."""
-    watch = _current.get()
-    if watch is not None:
-        watch.took(run_s)
-
-
-def unwrap(item: Item) -> Any:
-    """Return the output, or raise the exception, and say how long the judgement being measured ran."""
+def unwrap(item: Item, watch: Stopwatch) -> Any:
+    """Return the output, or raise the exception, and note how long that ran."""
     value, is_output, run_s = item
-    watch = _current.get()
-    if watch is not None:
-        watch.took(run_s)
+    watch.took(run_s)
     if is_output:
         return value
     raise value
