@@ -359,6 +359,46 @@ async def test_text_comes_while_the_rest_is_still_sampled(vendor: str) -> None:
     assert trajectory.response_logprobs == [-float(place + 1) for place in range(len(trajectory.response_ids))]
 
 
+async def test_log_probs_come_with_the_text_of_their_tokens() -> None:
+    rollout = HaltingRolloutCtl("<think>\nhm\n</think>\n\nIt is", f" seven. {CALL}")
+    asked: Any = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL], "logprobs": True}
+    async with gateway_with(rollout) as gateway:
+        handle = gateway.create_session()
+        async with (
+            client_of(gateway, "openai", handle) as client,
+            client.sdk.chat.completions.stream(**asked) as events,
+        ):
+            told: list[Any] = []
+            async for event in events:
+                if event.type == "chunk":
+                    told += [event.chunk.choices[0].logprobs] if event.chunk.choices else []
+                    if any(told):
+                        rollout.let_go.set()
+            (choice,) = (await events.get_final_completion()).choices
+        (trajectory,) = (await only_result(gateway, handle)).trajectories
+    assert len([logprobs for logprobs in told if logprobs]) > 1
+    assert choice.logprobs is not None
+    content = choice.logprobs.content or []
+    assert "".join(each.token for each in content) == trained(trajectory)
+    assert [each.logprob for each in content] == trajectory.response_logprobs
+
+
+async def test_log_probs_of_completions_go_on_where_they_were() -> None:
+    rollout = HaltingRolloutCtl("It is", " seven.")
+    async with gateway_with(rollout) as gateway, client_of(gateway, "openai") as client:
+        stream = await client.sdk.completions.create(model="policy", prompt="a", stream=True, logprobs=1)
+        chunks = [(await anext(stream)).choices[0]]
+        assert chunks[0].logprobs is not None
+        rollout.let_go.set()
+        chunks += [chunk.choices[0] async for chunk in stream]
+    told = [chunk.logprobs for chunk in chunks if chunk.logprobs]
+    tokens = [token for each in told for token in each.tokens]
+    offsets = [offset for each in told for offset in each.text_offset]
+    assert "".join(tokens) == "It is seven." == "".join(chunk.text for chunk in chunks)
+    assert offsets == [len("".join(tokens[:number])) for number in range(len(tokens))]
+    assert [value for each in told for value in each.token_logprobs] == [-float(n + 1) for n in range(len(tokens))]
+
+
 async def test_completions_come_while_the_rest_is_still_sampled() -> None:
     rollout = HaltingRolloutCtl("It is", " seven. STOP")
     async with gateway_with(rollout) as gateway, client_of(gateway, "openai") as client:

@@ -46,6 +46,11 @@ class TokenChunk(Protocol):
         """The tokens."""
         ...
 
+    @property
+    def logprobs(self) -> list[float]:
+        """One per token."""
+        ...
+
 
 @runtime_checkable
 class StreamsTokens(Protocol):

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from xrl_lite.agent_loop.client import TokenOutput
 from xrl_lite.data import RolloutState, Status
+from xrl_lite.rollout.replica import GenerateResult
 
 Script = Callable[[RolloutState], Sequence[int] | BaseException | None]
 """Returns the tokens of a response, an exception to raise, or None for an abort."""
@@ -51,12 +51,12 @@ class ScriptedRolloutCtl:
         return state
 
     @asynccontextmanager
-    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[TokenOutput]]:
+    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[GenerateResult]]:
         """Answer a request; yields its tokens one by one."""
 
-        async def one_by_one() -> AsyncIterator[TokenOutput]:
+        async def one_by_one() -> AsyncIterator[GenerateResult]:
             answered = await self.generate(state)
-            for token in answered.response_ids or []:
-                yield TokenOutput(token_ids=[token])
+            for token, logprob in zip(answered.response_ids or [], answered.logprobs or [], strict=True):
+                yield GenerateResult(token_ids=[token], logprobs=[logprob])
 
         yield one_by_one()

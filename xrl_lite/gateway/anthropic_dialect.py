@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from xrl_lite.data.tokenizer import Message
-from xrl_lite.gateway.endpoint import AnswerStream, Asked, Dialect, event
+from xrl_lite.gateway.endpoint import AnswerStream, Asked, Dialect, Tokens, event
 from xrl_lite.gateway.openai_dialect import tool_schema
 from xrl_lite.gateway.refusal import Refusal, RefusalKind, invalid
 from xrl_lite.gateway.turn import TurnHead, TurnRequest, TurnResult
@@ -96,7 +96,7 @@ class _MessageStream(AnswerStream):
         }
         yield _event("message_start", message=start)
 
-    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
+    def _say(self, reasoning: str, text: str, tokens: Tokens) -> Iterator[bytes]:
         if reasoning:
             if self._open_block != "thinking":
                 yield from self._start({"type": "thinking", "thinking": "", "signature": ""})
@@ -106,7 +106,7 @@ class _MessageStream(AnswerStream):
                 yield from self._start({"type": "text", "text": ""})
             yield self._add({"type": "text_delta", "text": text})
 
-    def _end(self, result: TurnResult) -> Iterator[bytes]:
+    def _end(self, result: TurnResult, tokens: Tokens) -> Iterator[bytes]:
         for call in result.calls:
             yield from self._start(_tool_use(call, {}))
             yield self._add({"type": "input_json_delta", "partial_json": call.arguments})

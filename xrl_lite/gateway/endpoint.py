@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from xrl_lite.gateway.refusal import Refusal
-from xrl_lite.gateway.spoken import Said
+from xrl_lite.gateway.spoken import Said, TokenLogprob
 from xrl_lite.gateway.turn import TurnHead, TurnRequest, TurnResult
+
+Tokens = Sequence[TokenLogprob]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,16 +81,20 @@ class AnswerStream(ABC):
         self._has_begun = False
 
     def more(self, said: Said) -> bytes:
-        """Return what is new; nothing where nothing is."""
+        """Return what is new; nothing where no reasoning and no text is."""
         reasoning = (said.reasoning or "")[len(self.sent.reasoning or "") :]
         text = said.text[len(self.sent.text) :]
+        if not (reasoning or text):
+            return b""
+        tokens = said.tokens[len(self.sent.tokens) :]
         self.sent = said
-        return b"".join([*self._begin(), *self._say(reasoning, text)]) if reasoning or text else b""
+        return b"".join([*self._begin(), *self._say(reasoning, text, tokens)])
 
     def finish(self, result: TurnResult) -> bytes:
         """Return the rest of the answer."""
         more = self.more(result.said)
-        return b"".join([more, *self._begin(), *self._end(result)])
+        rest = result.said.tokens[len(self.sent.tokens) :]
+        return b"".join([more, *self._begin(), *self._end(result, rest)])
 
     def _begin(self) -> Iterator[bytes]:
         if not self._has_begun:
@@ -100,12 +106,12 @@ class AnswerStream(ABC):
         """Yield what comes first."""
 
     @abstractmethod
-    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
-        """Yield more of what the model thinks, and then more of what it says."""
+    def _say(self, reasoning: str, text: str, tokens: Tokens) -> Iterator[bytes]:
+        """Yield more of what the model thinks, and then more of what it says, and with which tokens."""
 
     @abstractmethod
-    def _end(self, result: TurnResult) -> Iterator[bytes]:
-        """Yield what comes behind the text: calls, and why the turn ended."""
+    def _end(self, result: TurnResult, tokens: Tokens) -> Iterator[bytes]:
+        """Yield what comes behind the text: calls, the tokens not told of yet, and why the turn ended."""
 
 
 def encode(value: Any) -> bytes:

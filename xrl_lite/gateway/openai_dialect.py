@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import accumulate
 from typing import Any, ClassVar, cast
 
 from xrl_lite.data.tokenizer import Message
-from xrl_lite.gateway.endpoint import AnswerStream, Asked, Dialect, event
+from xrl_lite.gateway.endpoint import AnswerStream, Asked, Dialect, Tokens, event
 from xrl_lite.gateway.refusal import Refusal, RefusalKind, invalid
 from xrl_lite.gateway.turn import TurnHead, TurnRequest, TurnResult
 from xrl_lite.gateway.wire import CHAT_COMPLETION, COMPLETION, ChatMessage, ChatTool, read_body, refuse_given, text_of
@@ -96,7 +97,7 @@ class ChatCompletions:
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": _chat_logprobs(result),
+            "logprobs": None if result.tokens is None else _chat_logprobs(result.tokens),
             "finish_reason": result.finish_reason,
         }
         return _with_token_ids(
@@ -111,17 +112,18 @@ class _ChatStream(AnswerStream):
     def _open(self) -> Iterator[bytes]:
         yield self._chunk({"role": "assistant", "content": ""})
 
-    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
+    def _say(self, reasoning: str, text: str, tokens: Tokens) -> Iterator[bytes]:
+        told = {"logprobs": _chat_logprobs(tokens)} if tokens else {}
         if reasoning:
-            yield self._chunk({"reasoning_content": reasoning})
+            yield self._chunk({"reasoning_content": reasoning}, **({} if text else told))
         if text:
-            yield self._chunk({"content": text})
+            yield self._chunk({"content": text}, **told)
 
-    def _end(self, result: TurnResult) -> Iterator[bytes]:
+    def _end(self, result: TurnResult, tokens: Tokens) -> Iterator[bytes]:
         for number, call in enumerate(result.calls):
             yield self._chunk({"tool_calls": [{"index": number, **_call(call)}]})
-        if (logprobs := _chat_logprobs(result)) is not None:
-            yield self._chunk({"content": ""}, logprobs=logprobs)
+        if tokens:
+            yield self._chunk({"content": ""}, logprobs=_chat_logprobs(tokens))
         yield self._chunk({}, result.finish_reason, **_token_ids(result))
         if self._asked.include_usage:
             yield event({**_head(self._asked, self._head, _CHUNK), "choices": [], "usage": _usage(result)})
@@ -162,7 +164,7 @@ class Completions:
         choice = {
             "index": 0,
             "text": result.text,
-            "logprobs": _completion_logprobs(result),
+            "logprobs": None if result.tokens is None else _completion_logprobs(result.tokens),
             "finish_reason": result.finish_reason,
         }
         return _with_token_ids(
@@ -174,22 +176,33 @@ class Completions:
 
 
 class _CompletionStream(AnswerStream):
+    def __init__(self, asked: Asked, head: TurnHead) -> None:
+        super().__init__(asked, head)
+        self._num_chars = 0
+
     def _open(self) -> Iterator[bytes]:
         yield from ()
 
-    def _say(self, reasoning: str, text: str) -> Iterator[bytes]:
-        yield self._chunk(text)
+    def _say(self, reasoning: str, text: str, tokens: Tokens) -> Iterator[bytes]:
+        yield self._chunk(text, logprobs=self._logprobs(tokens))
 
-    def _end(self, result: TurnResult) -> Iterator[bytes]:
+    def _end(self, result: TurnResult, tokens: Tokens) -> Iterator[bytes]:
         yield self._chunk(
             "",
-            logprobs=_completion_logprobs(result),
+            logprobs=self._logprobs(tokens),
             finish_reason=result.finish_reason,
             **_token_ids(result),
         )
         if self._asked.include_usage:
             yield event({**_head(self._asked, self._head, _TEXT), "choices": [], "usage": _usage(result)})
         yield b"data: [DONE]\n\n"
+
+    def _logprobs(self, tokens: Tokens) -> dict[str, Any] | None:
+        if not tokens:
+            return None
+        start = self._num_chars
+        self._num_chars += sum(len(token.text) for token in tokens)
+        return _completion_logprobs(tokens, start)
 
     def _chunk(self, text: str, **more: Any) -> bytes:
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None, **more}
@@ -313,27 +326,22 @@ def _call(call: FunctionCall) -> dict[str, Any]:
     }
 
 
-def _chat_logprobs(result: TurnResult) -> dict[str, Any] | None:
-    if result.token_texts is None:
-        return None
+def _chat_logprobs(tokens: Tokens) -> dict[str, Any]:
     content = [
         {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
-        for text, logprob in zip(result.token_texts, result.logprobs, strict=True)
+        for text, logprob in tokens
     ]
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(result: TurnResult) -> dict[str, Any] | None:
-    if result.token_texts is None:
-        return None
-    offsets = [0]
-    for text in result.token_texts:
-        offsets.append(offsets[-1] + len(text))
+def _completion_logprobs(tokens: Tokens, start: int = 0) -> dict[str, Any]:
+    """Return log-probs of tokens of which the first begins at a place of the text."""
+    *offsets, _ = accumulate((len(token.text) for token in tokens), initial=start)
     return {
-        "tokens": result.token_texts,
-        "token_logprobs": result.logprobs,
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": None,
-        "text_offset": offsets[:-1],
+        "text_offset": offsets,
     }
 
 

@@ -36,7 +36,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from xrl_lite.agent_loop import RolloutCtl
-from xrl_lite.agent_loop.base import StreamsTokens
+from xrl_lite.agent_loop.base import StreamsTokens, TokenChunk
 from xrl_lite.agent_loop.client import request_state
 from xrl_lite.agent_loop.session_loop import ENDS_THE_RUN
 from xrl_lite.data import RolloutState, SampleParams, Status
@@ -154,10 +154,10 @@ class PendingTurn:
         assert self.outcome is not None, "it has ended"
         return self.outcome
 
-    def hear(self, token_ids: list[int]) -> None:
+    def hear(self, chunk: TokenChunk) -> None:
         """Take tokens that were sampled for it."""
         if self.spoken is not None:
-            self.spoken.add(token_ids)
+            self.spoken.add(chunk.token_ids, chunk.logprobs)
             self.has_news.set()
             self.has_news = anyio.Event()
 
@@ -269,7 +269,7 @@ class Session:
             self._remember(pending, full)
             pending.end(full)
             return pending
-        if request.stream and not request.with_logprobs and self._parts.streams:
+        if request.stream and self._parts.streams:
             pending.spoken = self._spoken(request, params)
         step.chain.is_reserved = True
         self._pending.append(pending)
@@ -428,6 +428,7 @@ class Session:
             skip_special_tokens=not (is_parsed and parser.keeps_special_tokens),
             marks=None if marks is None else (*marks, *(parser.stop_texts if is_parsed else ())),
             stops=params.stops,
+            with_logprobs=request.with_logprobs,
         )
 
     def _full(self, step: Step, request: TurnRequest, head: TurnHead) -> TurnResult:
@@ -499,7 +500,7 @@ class Session:
             return await rollout_ctl.generate(state)
         async with rollout_ctl.streaming(state) as chunks:
             async for chunk in chunks:
-                pending.hear(chunk.token_ids)
+                pending.hear(chunk)
         return state
 
     async def _answer(self, pending: PendingTurn, step: Step, request: TurnRequest, state: RolloutState) -> TurnResult:

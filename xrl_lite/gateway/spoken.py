@@ -11,11 +11,22 @@ before.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from xrl_lite.data.chat_template import ChatTemplate
 from xrl_lite.data.tokenizer import TextStream, Tokenizer
+
+
+class TokenLogprob(NamedTuple):
+    """A sampled token, as clients are told of it."""
+
+    text: str
+    """Its text by itself."""
+    logprob: float
+    """Log-probability with which it was sampled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +37,14 @@ class Said:
     """What it thought first; None where it did not."""
     text: str = ""
     """What it said, without reasoning and calls."""
+    tokens: tuple[TokenLogprob, ...] = ()
+    """The tokens that all of this, marks included, was said with; none where nobody asked for log-probs."""
 
     def continues(self, earlier: Said) -> bool:
         """Return whether nothing that was said earlier has become untrue; some formats leave reasoning out at last."""
         thought = self.reasoning is None or self.reasoning.startswith(earlier.reasoning or "")
-        return thought and self.text.startswith(earlier.text)
+        sampled = self.tokens[: len(earlier.tokens)] == earlier.tokens
+        return thought and sampled and self.text.startswith(earlier.text)
 
 
 class Spoken:
@@ -42,6 +56,7 @@ class Spoken:
         skip_special_tokens: Leave marks of the format out of the text.
         marks: What calls begin with; None where only the whole turn tells.
         stops: Texts that end the turn.
+        with_logprobs: Tell of tokens, too.
     """
 
     def __init__(
@@ -52,34 +67,52 @@ class Spoken:
         skip_special_tokens: bool,
         marks: Sequence[str] | None,
         stops: Sequence[str],
+        with_logprobs: bool = False,
     ) -> None:
+        self._tokenizer = tokenizer
         self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens)
         self._template = template
         self._marks = marks
         self._stops = stops
+        self._with_logprobs = with_logprobs
         self._new: list[int] = []
+        self._tokens: list[TokenLogprob] = []
+        self._ends: list[int] = []
 
-    def add(self, token_ids: Iterable[int]) -> None:
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Take tokens that were sampled."""
-        self._new += token_ids
+        if not self._with_logprobs:
+            self._new += token_ids
+            return
+        for token, logprob in zip(token_ids, logprobs, strict=True):
+            self._stream.add([token])
+            self._tokens.append(TokenLogprob(self._tokenizer.decode([token], False), logprob))
+            self._ends.append(len(self._stream.text))
 
     def said(self) -> Said:
         """Return what is certain by now."""
         if self._marks is None:
             return Said()
-        self._stream.add(self._new)
-        self._new = []
+        if self._new:
+            self._stream.add(self._new)
+            self._new = []
         certain = _before(self._stream.text, self._marks)
-        reasoning, text = (None, certain) if self._template is None else self._split(certain, self._template)
+        reasoning, text = None, certain
+        if self._template is not None:
+            opening, closing = self._template.rules.reasoning_marks
+            if closing not in certain:
+                certain = _before(certain, [closing])
+            if opening.startswith(certain.lstrip()):
+                return Said()  # nobody knows yet whether it thinks
+            reasoning, text = split_turn(self._template, certain)
         if self._marks and reasoning is None and text[:1].isspace():
             return Said()  # it is left out if there are calls
-        return Said(reasoning=reasoning, text=_before(text, self._stops).rstrip())
+        shown = _before(text, self._stops).rstrip()
+        num_certain = len(certain) - (len(text) - len(shown))
+        return Said(reasoning=reasoning, text=shown, tokens=self._within(num_certain))
 
-    def _split(self, text: str, template: ChatTemplate) -> tuple[str | None, str]:
-        opening, closing = template.rules.reasoning_marks
-        if opening.startswith(text.lstrip()):
-            return None, ""  # nobody knows yet
-        return split_turn(template, text if closing in text else _before(text, [closing]))
+    def _within(self, num_chars: int) -> tuple[TokenLogprob, ...]:
+        return tuple(self._tokens[: bisect_right(self._ends, num_chars)])
 
 
 def split_turn(template: ChatTemplate, text: str) -> tuple[str | None, str]:

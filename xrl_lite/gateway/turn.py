@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from xrl_lite.data.tokenizer import Message
-from xrl_lite.gateway.spoken import Said
+from xrl_lite.gateway.spoken import Said, TokenLogprob
 from xrl_lite.tools import FunctionCall, ToolSchema
 
 FinishReason = Literal["stop", "length", "tool_calls"]
@@ -70,9 +70,16 @@ class TurnResult:
     """Text of each sampled token, where the request asked for log-probs."""
 
     @property
+    def tokens(self) -> tuple[TokenLogprob, ...] | None:
+        """The sampled tokens with their log-probs, where the request asked for these."""
+        if self.token_texts is None:
+            return None
+        return tuple(map(TokenLogprob, self.token_texts, self.logprobs))
+
+    @property
     def said(self) -> Said:
         """What it thought and said."""
-        return Said(reasoning=self.reasoning, text=self.text)
+        return Said(reasoning=self.reasoning, text=self.text, tokens=self.tokens or ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ import anyio
 import anyio.lowlevel
 
 from tests.chat_templates import make_tokenizer
-from xrl_lite.agent_loop.client import TokenOutput
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, SampleParams
 from xrl_lite.data.chat_template import ChatTemplate
@@ -20,6 +19,7 @@ from xrl_lite.data.tokenizer import Message, Tokenizer
 from xrl_lite.gateway import GatewayConfig, Trajectory
 from xrl_lite.gateway.session import Session, SessionParts
 from xrl_lite.gateway.turn import TurnRequest, TurnResult
+from xrl_lite.rollout.replica import GenerateResult
 from xrl_lite.tools import ToolParser
 
 QWEN3 = Tokenizer(make_tokenizer("qwen3"))
@@ -99,10 +99,10 @@ class HaltingRolloutCtl(ScriptedRolloutCtl):
         self._num_first = len(QWEN3.encode_text(first))
 
     @asynccontextmanager
-    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[TokenOutput]]:
+    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[GenerateResult]]:
         async with super().streaming(state) as tokens:
 
-            async def halting() -> AsyncIterator[TokenOutput]:
+            async def halting() -> AsyncIterator[GenerateResult]:
                 number = 0
                 async for token in tokens:
                     number += 1

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.gateway.rig import CALL, END, QWEN3, TEMPLATE, TOOL, open_session, user
-from xrl_lite.agent_loop.client import TokenOutput
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState
 from xrl_lite.data.chat_template import ChatTemplate
@@ -21,6 +20,7 @@ from xrl_lite.data.tokenizer import TextStream
 from xrl_lite.gateway.session import PendingTurn
 from xrl_lite.gateway.spoken import Said
 from xrl_lite.gateway.turn import TurnRequest, TurnResult
+from xrl_lite.rollout.replica import GenerateResult
 
 THINKS = ChatTemplate(QWEN3)
 THINKS.rules = replace(THINKS.rules, prompt_opens_reasoning=True)
@@ -54,10 +54,10 @@ class Telling(ScriptedRolloutCtl):
         self.told: list[Said] = []
 
     @asynccontextmanager
-    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[TokenOutput]]:
+    async def streaming(self, state: RolloutState) -> AsyncGenerator[AsyncIterator[GenerateResult]]:
         async with super().streaming(state) as chunks:
 
-            async def noted() -> AsyncIterator[TokenOutput]:
+            async def noted() -> AsyncIterator[GenerateResult]:
                 async for chunk in chunks:
                     yield chunk
                     assert self.pending.spoken is not None
@@ -83,9 +83,16 @@ async def told(
     st.booleans(),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 async def test_what_was_told_stays_true(
-    text: str, tool_format: str, template: ChatTemplate, ends: bool, has_tools: bool, has_stops: bool
+    text: str,
+    tool_format: str,
+    template: ChatTemplate,
+    ends: bool,
+    has_tools: bool,
+    has_stops: bool,
+    with_logprobs: bool,
 ) -> None:
     if tool_format in ("deepseek", "glm"):  # beside calls they leave out what is before the end of reasoning
         text = text.replace("</think>", "")
@@ -95,7 +102,9 @@ async def test_what_was_told_stays_true(
         template=template,
         tools=[TOOL] if has_tools else None,
         params={"stop": ["STOP"]} if has_stops else {},
+        with_logprobs=with_logprobs,
     )
+    assert len(result.said.tokens) == (len(result.response_ids) if with_logprobs else 0)
     for earlier, later in pairwise([*said, result.said]):
         assert later.continues(earlier)
         assert (later.reasoning or "").startswith(earlier.reasoning or "")
@@ -116,6 +125,14 @@ async def test_words_are_told_as_they_come(text: str, kwargs: dict[str, Any], fi
     said, _ = await told(text, **kwargs)
     whole_words = [each.text for each in said if each.text and each.text in first_words]
     assert list(dict.fromkeys(whole_words)) == first_words
+
+
+async def test_tokens_are_told_with_the_text_that_they_are() -> None:
+    said, result = await told(f"I add it. {CALL}", tools=[TOOL], with_logprobs=True)
+    for each in said:
+        assert "".join(token.text for token in each.tokens).rstrip().startswith(each.text)
+        assert not any("<tool_call>" in token.text for token in each.tokens)
+    assert [token.logprob for token in result.said.tokens] == [-float(n + 1) for n in range(len(result.response_ids))]
 
 
 async def test_reasoning_is_told_as_it_comes_and_before_the_text() -> None:
