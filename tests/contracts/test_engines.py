@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM
 from tests.build import build_random_model, make_state
 from tests.contracts.completions_server import CompletionsServer
 from xrl_lite.actors import ActorSystem
+from xrl_lite.algorithms.weights import WeightBucket, WeightManifest
 from xrl_lite.data import RolloutState, SampleParams, Status
-from xrl_lite.errors import WeightSyncError
+from xrl_lite.errors import ActorDiedError, WeightSyncError
 from xrl_lite.registry import load_plugins
 from xrl_lite.rollout import RolloutConfig
 from xrl_lite.rollout.controller import RolloutController
@@ -450,6 +451,30 @@ async def test_an_adapter_that_is_sent_alone_is_generated_with(
         assert number > 12, "none of those under way came to the second one"
 
 
+class Lost:
+    """A replica that is lost before it has joined a group."""
+
+    name = "rollout/lost"
+    is_live = False
+    is_down = False
+
+    async def wait_live(self) -> None: ...
+
+    async def prepare(self, manifest: WeightManifest) -> int:
+        return 1
+
+    async def load(self, bucket: WeightBucket) -> dict[str, str]:
+        raise ActorDiedError(f"{self.name} died")
+
+    async def finish(self) -> int:
+        raise AssertionError("it is gone")
+
+    async def abandon(self, error: Exception) -> None: ...
+
+    def replace(self, error: Exception) -> None:
+        self.is_live = False
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 async def test_a_group_of_trainer_and_workers_brings_weights_to_a_tensor_parallel_engine(
@@ -457,11 +482,13 @@ async def test_a_group_of_trainer_and_workers_brings_weights_to_a_tensor_paralle
 ) -> None:
     options = {"kv_cache_memory_bytes": 64 << 20, "tensor_parallel_size": 2}
     async with running_engine("vllm", model_folder, engine_options=options) as engine:
-        transport = make_transport("process_group", folder=None, bucket_bytes=1 << 16, timeout_s=60.0)
+        transport = make_transport("process_group", folder=None, bucket_bytes=1 << 16, timeout_s=1000.0)
+        lost = Lost()
         sync = WeightSync(
-            source=engine.source, targets=engine.controller.adapters, gate=engine.gate, transport=transport
+            source=engine.source, targets=[*engine.controller.adapters, lost], gate=engine.gate, transport=transport
         )
         for version in (1, 2):
+            lost.is_live = version == 2  # the workers wait for it, are let go, and take part once more
             engine.weights = {name: tensor * 1.1 for name, tensor in engine.weights.items()}
             await sync.sync(version)
             (state,) = await engine.run(fresh(version))

@@ -113,7 +113,7 @@ class _ChatStream(AnswerStream):
         yield self._chunk({"role": "assistant", "content": ""})
 
     def _say(self, reasoning: str, text: str, tokens: Tokens) -> Iterator[bytes]:
-        told = {"logprobs": _chat_logprobs(tokens)} if tokens else {}
+        told: dict[str, Any] = {"logprobs": _chat_logprobs(tokens)} if tokens else {}
         if reasoning:
             yield self._chunk({"reasoning_content": reasoning}, **({} if text else told))
         if text:

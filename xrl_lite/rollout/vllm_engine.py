@@ -129,11 +129,15 @@ class VLLMReplica(RolloutReplica):
 
     async def load_tensors(self, bucket: WeightBucket) -> dict[str, str]:
         first, self._loading = not self._loading, True
-        found: list[dict[str, str]] = await self._llm.collective_rpc("xrl_load", args=(pickle.dumps(bucket), first))
-        for worker, checksums in enumerate(found):
-            if checksums != found[0]:
+        found: list[tuple[dict[str, str], str | None]]
+        found = await self._llm.collective_rpc("xrl_load", args=(pickle.dumps(bucket), first))
+        held = found[0][0]
+        for worker, (checksums, failure) in enumerate(found):
+            if failure is not None:
+                raise RuntimeError(f"rollout/{self.replica}, worker {worker}: {failure}")
+            if checksums != held:
                 raise WeightSyncError(f"rollout/{self.replica}: worker {worker} got other weights than worker 0.")
-        return found[0]
+        return held
 
     async def apply_adapter(self, adapter: dict[str, Tensor], settings: Mapping[str, Any]) -> None:
         """Have vLLM load it; requests that were begun with the one from before go on with this one."""

@@ -24,8 +24,10 @@ class WeightsExtension:
         """Return where the weights are."""
         return devices_of(self.model_runner.get_model().parameters())
 
-    def xrl_load(self, pickled: bytes, first: bool) -> dict[str, str]:
-        """Load the tensors of a bucket; return the checksums of what arrived.
+    def xrl_load(self, pickled: bytes, first: bool) -> tuple[dict[str, str], str | None]:
+        """Load the tensors of a bucket; return the checksums of what arrived, and what went wrong.
+
+        An error is returned: of several that are raised vLLM takes one, and the others for answers to later calls.
 
         vLLM keeps weights fused and packed, so there is nothing to compare after loading; that log-probs agree with the
         trainer's afterwards is checked by the run.
@@ -34,8 +36,6 @@ class WeightsExtension:
 
         model = self.model_runner.get_model()
         bucket: WeightBucket = pickle.loads(pickled)
-        if first:
-            initialize_layerwise_reload(model)
         checksums: dict[str, str] = {}
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -44,9 +44,14 @@ class WeightsExtension:
                 # a layer is loaded when all of its weights are there, which may be in a later bucket
                 yield name, tensor.clone()
 
-        with torch.inference_mode():
-            model.load_weights(noted())
-        return checksums
+        try:
+            if first:
+                initialize_layerwise_reload(model)
+            with torch.inference_mode():
+                model.load_weights(noted())
+        except Exception as error:  # noqa: BLE001 - raised again by the replica
+            return checksums, f"{type(error).__name__}: {error}"
+        return checksums, None
 
     def xrl_finish(self) -> None:
         """Bring the loaded weights into the form that vLLM computes with."""
