@@ -210,7 +210,7 @@ def _score(options: argparse.Namespace) -> int:
 def _run_with_progress(run: Callable[..., Awaitable[None]], tallies: Tallies, *, total: int) -> None:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     columns = [TextColumn("scoring"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[mean]}")]
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task("scoring", total=total, completed=tallies.together.total, mean="")
@@ -219,7 +219,10 @@ def _run_with_progress(run: Callable[..., Awaitable[None]], tallies: Tallies, *,
             tallies.add(record)
             progress.update(task, advance=1, mean=f"mean {tallies.together.mean_score:.3f}")
 
-        anyio.run(partial(run, on_record=on_record), backend_options={"use_uvloop": True})
+        def on_note(text: str) -> None:
+            progress.console.print(Text(text))
+
+        anyio.run(partial(run, on_record=on_record, on_note=on_note), backend_options={"use_uvloop": True})
 
 
 def _show_tallies(tallies: Tallies) -> None:

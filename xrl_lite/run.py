@@ -58,7 +58,8 @@ from xrl_lite.engine.controller import CriticController, TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
 from xrl_lite.errors import ConfigError, errors_as_themselves
 from xrl_lite.gateway import Gateway
-from xrl_lite.judger import Judger, build_judger, self_test
+from xrl_lite.judger import Judger, SelfTestResult, build_judger, self_test
+from xrl_lite.judger.proof import summarize
 from xrl_lite.log import logged_to
 from xrl_lite.metrics import LoopLag, MetricLoggers, actor_metrics, open_loggers
 from xrl_lite.replay_buffer import MemoryStore, ReplayBuffer, SQLiteStore, build_replay_buffer
@@ -180,13 +181,15 @@ async def open_trainer(
         producer = build_producer(config, data, encoders, manager, replay_buffer)
         evaluating = evaluating_manager(config, agent_loops)
         encode = encoders[config.task.task_name]
-        num_tested = await self_test_judgers(judgers, data.tasks, tokenizer)
+        self_tested = await self_test_judgers(judgers, data.tasks, tokenizer)
         for task in config.tasks:
             if (warning := truncation_warning(task.agent_loop_config.sample_params)) is not None:
                 reporter.note(f"warning: {warning}")
         await trainers_ready(engine, critic)
         await rollout.ready()
-        reporter.note(f"trainer and rollout engine have loaded the model; {num_tested} judgers passed their self-test")
+        reporter.note("trainer and rollout engine have loaded the model")
+        for line in self_tested:
+            reporter.note(line)
         weight_sync = stack.enter_context(
             closing(await build_weight_sync(config, engine, rollout, events=replay_buffer.events))
         )
@@ -731,12 +734,12 @@ def build_callback(config: RunConfig) -> CheckpointCallback:
     return load_callback_class(config.checkpoint.callback)(config=config)
 
 
-async def self_test_judgers(judgers: Judgers, tasks: Sequence[CheckedTask], tokenizer: Tokenizer) -> int:
-    """Let every judger prove itself on a right and a wrong answer to a row of its own; return how many could."""
-    tested: set[str] = set()
+async def self_test_judgers(judgers: Judgers, tasks: Sequence[CheckedTask], tokenizer: Tokenizer) -> list[str]:
+    """Let every judger prove itself on a right and a wrong answer to a row of its own; return a line about each."""
+    results: list[SelfTestResult] = []
     for task in tasks:
         first_of_source = {str(row.data_source): row for row in reversed(task.rows)}
         for row in first_of_source.values():
             state = make_group(row, tokenizer.encode(row.prompt), group_id=0, group_size=1)[0]
-            tested |= {result.judger for result in await self_test(judgers.of(task), state)}
-    return len(tested)
+            results += await self_test(judgers.of(task), state)
+    return summarize(results)

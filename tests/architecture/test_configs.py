@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,21 @@ SYNTHETIC = [path for path in (ROOT / "configs").glob("*.yaml") if "gsm8k" not i
 def test_config_loads_and_its_dump_is_the_same(path: Path) -> None:
     config = load_config(path)
     assert RunConfig.model_validate(yaml.safe_load(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        shlex.split(line, comments=True)
+        for path in CONFIGS
+        for line in re.findall(r"^#   xrl-lite train (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ],
+    ids=" ".join,
+)
+def test_commands_in_comments_are_understood(words: list[str]) -> None:
+    config, *overrides = words
+    shown, shipped = load_config(ROOT / config, overrides), load_config(ROOT / config)
+    assert shown.task.sampler_config.data.question_suffix == shipped.task.sampler_config.data.question_suffix
 
 
 def test_yaml_and_python_form_of_gsm8k_are_one_run() -> None:

@@ -14,7 +14,8 @@ from xrl_lite.agent_loop import AGENT_LOOPS, AgentsConfig
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.estimators import ADVANTAGE_ESTIMATORS
 from xrl_lite.algorithms.policy_losses import POLICY_LOSSES
-from xrl_lite.config import load_config
+from xrl_lite.config import RunConfig, load_config
+from xrl_lite.config.describe import describe
 from xrl_lite.judger import JudgerConfig
 from xrl_lite.tools import read_tools
 
@@ -36,6 +37,15 @@ def test_it_opens_with_two_commands_and_ci_runs_the_second() -> None:
 def test_shown_overrides_are_understood(line: tuple[str, str]) -> None:
     config, override = line
     load_config(ROOT / config, [override])
+
+
+def test_settings_named_in_the_text_exist() -> None:
+    known = {setting.key for setting in describe(RunConfig)}
+    ours = "\n".join(line for line in README.splitlines() if not line.startswith("| verl"))
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:: |=|`)", ours)
+    settings = [key for key in named if key.partition(".")[0] in RunConfig.model_fields]
+    assert settings
+    assert [key for key in settings if not any(one == key or one.startswith(f"{key}.") for one in known)] == []
 
 
 def test_the_shown_judger_is_one(tmp_path: Path) -> None:

@@ -87,6 +87,10 @@ class BaseJudger:
         """Return a response that must get a lower score when `label` is right; None if unknown."""
         return self.gold_response(rollout_state, other_label(label))
 
+    def gold_guess(self, label: Any) -> str | None:
+        """Return what may be a right response where `gold_response` knows none; None if there is no guess."""
+        return None
+
     def parts(self, rollout_state: RolloutState) -> list[BaseJudger]:
         """Return the judgers that a state goes to: this one, or the branches that it selects."""
         return [self]

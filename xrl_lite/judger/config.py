@@ -129,7 +129,8 @@ class JudgerConfig(_DumpsWhatLoads):
     """Wait before the second try of a service, in seconds; doubles with each."""
 
     gold_template: str | None = None
-    """What a right response looks like, with {label} in it, for the test before the run. None skips the test."""
+    """What a right response looks like, with {label} in it, for the test before the run: the run stops where it scores
+    no higher than a wrong one. Without it a function is tried with the label alone, and that only warns."""
 
     @field_validator("signature")
     @classmethod

@@ -191,6 +191,11 @@ class NativeJudger(Judger):
         """Return what the config says a right response looks like."""
         return self._gold_response(label) if self._gold_response is not None else None
 
+    def gold_guess(self, label: Any) -> str | None:
+        """Return the label itself for a function; a service is asked nothing that may be wrong of it."""
+        is_function = self._reward is not None and self._http is None
+        return str(label) if is_function and isinstance(label, str | int | float) else None
+
     async def aclose(self) -> None:
         """Close connections to the service."""
         await super().aclose()

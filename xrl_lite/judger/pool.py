@@ -69,6 +69,10 @@ class JudgerPool(Judger):
         """Return what the first replica says."""
         return self.replicas[0].wrong_response(rollout_state, label)
 
+    def gold_guess(self, label: Any) -> str | None:
+        """Return what the first replica says."""
+        return self.replicas[0].gold_guess(label)
+
     def judge_payload(self, payload: JudgerPayloadBatch) -> CoroutineType[Any, Any, JudgerOutputBatch]:
         """Score at the next replica that has a place; a list goes to one replica as a whole.
 

@@ -105,6 +105,10 @@ class RemoteJudger(Judger):
         """Return what the judger behind it says."""
         return None if self.preprocess_judger is None else self.preprocess_judger.wrong_response(rollout_state, label)
 
+    def gold_guess(self, label: Any) -> str | None:
+        """Return what the judger behind it says."""
+        return None if self.preprocess_judger is None else self.preprocess_judger.gold_guess(label)
+
     def judge_payload(self, payload: JudgerPayloadBatch) -> CoroutineType[Any, Any, JudgerOutputBatch]:
         """Score in the worker. Waits for a place at it; cancelling frees the place, and the worker.
 

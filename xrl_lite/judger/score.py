@@ -33,7 +33,7 @@ from xrl_lite.judger.build import build_judger
 from xrl_lite.judger.config import JudgerConfigLike
 from xrl_lite.judger.data_sources import check_rows
 from xrl_lite.judger.outcome import Outcome
-from xrl_lite.judger.proof import self_test
+from xrl_lite.judger.proof import self_test, summarize
 
 RESPONSE_COLUMNS = ("response", "responses", "completion", "completions", "output", "prediction", "solution_str")
 """Columns that are looked at for the response, in this order."""
@@ -127,6 +127,7 @@ async def score_file(
     at_once: int = DEFAULT_AT_ONCE,
     num_cpus: float | None = None,
     is_self_tested: bool = True,
+    on_note: Callable[[str], None] = lambda _: None,
     on_record: Callable[[dict[str, Any]], None],
 ) -> None:
     """Build the judger, let it prove itself, and append a record for each sample from `start` on to the output.
@@ -144,8 +145,9 @@ async def score_file(
                 async with build_judger(config, system=system) as judger:
                     if is_self_tested:
                         first_of_source = {repr(sample.row.data_source): sample for sample in reversed(samples)}
-                        for sample in first_of_source.values():
-                            await self_test(judger, sample.state(0))
+                        results = [await self_test(judger, sample.state(0)) for sample in first_of_source.values()]
+                        for line in summarize(result for part in results for result in part):
+                            on_note(line)
                     with output.open("a", encoding="utf-8") as file:
                         await score_samples(judger, samples, file, start=start, at_once=at_once, on_record=on_record)
             finally:

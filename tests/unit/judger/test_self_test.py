@@ -20,6 +20,7 @@ from xrl_lite.judger import (
     self_test,
 )
 from xrl_lite.judger.base import other_label
+from xrl_lite.judger.proof import summarize
 
 PRESETS: list[JudgerConfig] = [
     ExactMatchJudgerConfig(),
@@ -44,7 +45,7 @@ async def test_presets_prove_themselves_without_a_trace(config: JudgerConfig, la
     judger, state = config.build(), make_state("what the policy said", label)
     before = state.model_copy(deep=True)
     (result,) = await self_test(judger, state)
-    assert result.right_score > result.wrong_score
+    assert result.is_passed
     assert state == before
     assert judger.statistics()[config.judger_name]["ok"] == 0
 
@@ -73,11 +74,44 @@ async def test_a_judger_that_raises_stops_the_run_with_its_traceback() -> None:
     assert "in raising" in str(caught.value)
 
 
-async def test_it_is_left_out_where_nothing_is_known() -> None:
-    judger = JudgerConfig(judger_name="x", reward_handler=broken).build()
-    assert await self_test(judger, make_state()) == []
-    assert await self_test(ExactMatchJudgerConfig().build(), make_state(label=None)) == []
-    assert await self_test(BaseJudger(), make_state()) == []
+async def test_it_is_left_out_where_nothing_is_known_and_says_so() -> None:
+    service = JudgerConfig(judger_name="service", reward_handler="http://127.0.0.1:9/score").build()
+    for judger, label, reason in (
+        (service, "72", "nobody says how a right response looks"),
+        (JudgerConfig(judger_name="x", reward_handler=exact).build(), {"tests": []}, "nobody says"),
+        (ExactMatchJudgerConfig().build(), None, "there is no ground truth"),
+        (BaseJudger("mine"), "72", "nobody says"),
+    ):
+        (result,) = await self_test(judger, make_state(label=label))
+        assert not result.is_passed
+        assert f"judger {judger.get_judger_name()!r} was not tested: {reason}" in result.explain()
+
+
+async def test_a_function_of_which_nothing_is_known_is_tried_with_the_label() -> None:
+    judger = JudgerConfig(judger_name="mine", reward_handler=exact).build()
+    (result,) = await self_test(judger, make_state(label="72"))
+    assert result.is_passed
+    assert result.explain() == "judger 'mine' passed its self-test"
+    assert judger.statistics()["mine"]["ok"] == 0
+
+
+async def test_one_that_prefers_no_label_is_named_and_stops_nothing() -> None:
+    (result,) = await self_test(JudgerConfig(judger_name="mine", reward_handler=broken).build(), make_state(label="72"))
+    assert not result.is_passed
+    assert "warning: judger 'mine' scores 0 for the label '72' and 0 for '73'" in result.explain()
+
+
+async def test_one_that_cannot_read_the_label_alone_is_named_and_stops_nothing() -> None:
+    (result,) = await self_test(JudgerConfig(judger_name="mine", reward_handler=raising).build(), make_state())
+    assert "judger 'mine' was not tested: the label alone gets no score: ValueError" in result.explain()
+
+
+async def test_a_line_says_the_best_that_is_known_of_a_judger() -> None:
+    judger = JudgerConfig(judger_name="mine", reward_handler=exact).build()
+    results = [result for label in (None, "72", {}) for result in await self_test(judger, make_state(label=label))]
+    assert [result.is_passed for result in results] == [False, True, False]
+    assert summarize(results) == ["judger 'mine' passed its self-test"]
+    assert summarize(results[2:]) == [results[2].explain()]
 
 
 async def test_a_composed_judger_tests_every_branch_a_state_selects() -> None:
