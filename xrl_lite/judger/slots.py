@@ -92,8 +92,7 @@ class Slots:
         """
         ticket = Ticket(payload, asyncio.get_running_loop().create_future(), is_whole=whole)
         self._line.append(ticket)
-        first = self._line[0]
-        if first is ticket or first.is_void:  # else there is no free place
+        if self._line[0] is ticket:  # else there is no free place, or the first in line wants a whole worker
             self._serve_line()
         return ticket
 
