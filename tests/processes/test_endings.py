@@ -470,6 +470,25 @@ async def test_the_environment_and_threads_of_a_child(system: ActorSystem) -> No
     await handle.stop()
 
 
+async def test_memory_that_nobody_reads_is_used_again(victim: ActorHandle) -> None:
+    data = bytes(100_000)
+    ours: list[int] = []
+    theirs: list[int] = []
+    for _ in range(4):
+        blocker = victim.sleep.remote(0.05)
+        cancelled = [victim.echo.remote(data) for _ in range(20)]
+        for call in cancelled:
+            call.cancel()
+        await blocker
+        unread = [victim.large_result.remote(100_000) for _ in range(20)]
+        await victim.ping.remote()
+        del call, cancelled, unread
+        ours.append(len(os.listdir("/proc/self/fd")))
+        theirs.append(await victim.open_descriptors.remote())
+    assert ours[3] <= ours[1]
+    assert theirs[3] <= theirs[1]
+
+
 async def test_every_incarnation_has_the_surroundings_in_which_it_was_spawned(
     system: ActorSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

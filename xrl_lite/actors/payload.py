@@ -182,6 +182,11 @@ def _write(parts: list[memoryview], *, lent: bool) -> tuple[Segment, bytes]:
     return segment, _TABLE.pack(table_place[0][0], len(places), lent)
 
 
+def is_lent(body: bytes) -> bool:
+    """Whether the own segment that goes with `body` is lent."""
+    return _TABLE.unpack(body)[2]
+
+
 def unpack(packed: Packed) -> Any:
     """Return the object. Large buffers in it are views of shared memory that nobody else writes to."""
     if not packed.segments:

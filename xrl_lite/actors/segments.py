@@ -6,8 +6,8 @@ last descriptor and the last mapping, also when a process is killed. There are t
 own   written once, by `Segment.write`, and never changed; any number of processes may read it, each of them through a
       private mapping. For what is sent several times (`share`, constructors, calls that may be retried).
 lent  a block of the sender's `BlockPool`, for one reader, through a shared mapping that the reader keeps. When the
-      reader has let go of the last view, and the sender of its `Segment`, the block is written again: memory that is
-      mapped already takes a copy five times faster than fresh memory does.
+      reader has let go of the last view, or has dropped what it never read, and the sender of its `Segment`, the block
+      is written again: memory that is mapped already takes a copy five times faster than fresh memory does.
 
 ::
 
@@ -61,11 +61,17 @@ class Segment:
     """One descriptor of one piece of anonymous memory. Given back by `close`, or when nobody refers to it any more."""
 
     def __init__(
-        self, fd: int, size_bytes: int, mappings: Mappings | None = None, release: Callable[[], None] | None = None
+        self,
+        fd: int,
+        size_bytes: int,
+        mappings: Mappings | None = None,
+        release: Callable[[], None] | None = None,
+        loan: _Loan | None = None,
     ) -> None:
         self.fd = fd
         self.size_bytes = size_bytes
         self._mappings = mappings
+        self._loan = loan
         self._closer = weakref.finalize(self, release) if release is not None else weakref.finalize(self, os.close, fd)
         self._closer.atexit = False
 
@@ -80,9 +86,13 @@ class Segment:
         return segment
 
     @classmethod
-    def received(cls, fd: int, mappings: Mappings) -> Self:
-        """Take over a descriptor that another process sent."""
-        return cls(fd, os.fstat(fd).st_size, mappings)
+    def received(cls, fd: int, mappings: Mappings, *, lent: bool = False) -> Self:
+        """Take over a descriptor that another process sent; `lent` for a block that wants to be given back."""
+        size_bytes = os.fstat(fd).st_size
+        if not lent:
+            return cls(fd, size_bytes, mappings)
+        loan = _Loan()
+        return cls(fd, size_bytes, mappings, functools.partial(_close_unread, fd, loan), loan)
 
     def view(self) -> memoryview:
         """Return the contents as private, writable memory: writing to it changes neither the segment nor other views.
@@ -97,7 +107,14 @@ class Segment:
         """Return the contents of a lent block, writable. Its owner writes to it again when the last view is gone."""
         if self._mappings is None:  # the reader is in the owner's process
             self._mappings = Mappings()
-        return self._mappings.borrow(self.fd, self.size_bytes)
+        view = self._mappings.borrow(self.fd, self.size_bytes)
+        self.pass_on()
+        return view
+
+    def pass_on(self) -> None:
+        """Note that it was sent or is read, so that it is for others to say when its block may be written again."""
+        if self._loan is not None:
+            self._loan.is_ours = False
 
     def close(self) -> None:
         """Give the descriptor back. Views stay valid."""
@@ -109,6 +126,27 @@ class Segment:
         while done < self.size_bytes:
             done += os.preadv(self.fd, [memory[done:]], done)
         return memory
+
+
+class _Loan:
+    """A lent block whose reader is yet to come. Where none comes, whoever has the block last gives it back."""
+
+    __slots__ = ("_process", "is_ours")
+
+    def __init__(self) -> None:
+        self.is_ours = True
+        self._process = os.getpid()
+
+    @property
+    def ends(self) -> bool:
+        """Whether nobody else has the block, as one of its segments in this process ends."""
+        return self.is_ours and os.getpid() == self._process
+
+
+def _close_unread(fd: int, loan: _Loan) -> None:
+    if loan.ends:
+        os.pwrite(fd, bytes(8), 8 * _LENT)
+    os.close(fd)
 
 
 class Mappings:
@@ -156,7 +194,9 @@ class BlockPool:
         """Copy `parts` to their `places` in a block, and lend it to whoever receives the segment."""
         block = self._take(size_class(end_of(places)))
         block.fill(parts, places)
-        return Segment(block.fd, block.size_bytes, release=functools.partial(self._returned.append, block))
+        loan = _Loan()
+        release = functools.partial(_return, block, self._returned, loan)
+        return Segment(block.fd, block.size_bytes, release=release, loan=loan)
 
     def after_fork(self) -> None:
         """Leave all blocks to the parent; those that are in use here must not come back to this pool either."""
@@ -200,6 +240,12 @@ class BlockPool:
                 block.retire()
 
 
+def _return(block: _Block, returned: deque[_Block], loan: _Loan) -> None:
+    if loan.ends:
+        block.give_back()
+    returned.append(block)
+
+
 class _Block:
     """A piece of shared memory of which this process is the only writer."""
 
@@ -230,6 +276,9 @@ class _Block:
                     piece = part[done : done + _COPY_BYTES]
                     self._memory[offset + done : offset + done + piece.nbytes] = piece
         self._filled = True
+
+    def give_back(self) -> None:
+        _set_word(self._header, _LENT, 0)
 
     def retire(self) -> None:
         _set_word(self._header, _RETIRED, 1)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import fcntl
 import os
+import resource
 import socket
 import struct
 from abc import ABC, abstractmethod
@@ -21,7 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import IntEnum
 
-from xrl_lite.actors.payload import Packed
+from xrl_lite.actors.payload import Packed, is_lent
 from xrl_lite.actors.segments import Mappings, Segment
 
 _HEADER = struct.Struct("<IIHBB")  # length of the body, call, slot, kind, number of descriptors
@@ -154,7 +156,9 @@ class SocketReader(FrameReader):
 
     def _receive(self, room: memoryview, flags: int) -> int:
         try:
-            count, ancillary, _, _ = self._sock.recvmsg_into([room], _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC)
+            count, ancillary, told, _ = self._sock.recvmsg_into(
+                [room], _ANCILLARY_BYTES, flags | socket.MSG_CMSG_CLOEXEC
+            )
         except ConnectionError as error:
             raise EOFError from error
         for level, kind, data in ancillary:
@@ -162,11 +166,22 @@ class SocketReader(FrameReader):
                 fds = array.array("i")
                 fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
                 self._fds.extend(fds)
+        if told & socket.MSG_CTRUNC:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise OSError(
+                errno.EMFILE,
+                f"What came along with a message is lost, since this process has no descriptors left (its limit is "
+                f"{limit}). Close files and sockets that are not needed any more, or raise the limit (ulimit -n)",
+            )
         return count
 
     def _with_segments(self, body: bytes, flags: int) -> Packed:
-        segments = tuple(Segment.received(self._fds.popleft(), self._mappings) for _ in range(flags & ~_OWN_SEGMENT))
-        return Packed(body, segments, bool(flags & _OWN_SEGMENT))
+        has_own, number = bool(flags & _OWN_SEGMENT), flags & ~_OWN_SEGMENT
+        lends = has_own and is_lent(body)
+        fds, mappings = self._fds, self._mappings
+        own = [Segment.received(fds.popleft(), mappings, lent=lends)] if has_own else []
+        others = [Segment.received(fds.popleft(), mappings) for _ in range(number - has_own)]
+        return Packed(body, (*own, *others), has_own)
 
 
 def reply_pipe() -> tuple[int, int]:
@@ -255,6 +270,8 @@ class FrameWriter:
         fds = array.array("i", [segment.fd for segment in packed.segments])
         parts = [header, packed.body]
         sent = self._sock.sendmsg(parts, [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)], flags)
+        for segment in packed.segments:
+            segment.pass_on()
         self._out.popleft()
         self._keep_rest(parts, sent)
 

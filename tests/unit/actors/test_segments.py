@@ -20,7 +20,8 @@ def lend(pool: BlockPool, content: bytes) -> Segment:
 
 
 def receive(segment: Segment, mappings: Mappings) -> Segment:
-    return Segment.received(os.dup(segment.fd), mappings)
+    segment.pass_on()
+    return Segment.received(os.dup(segment.fd), mappings, lent=True)
 
 
 @pytest.mark.parametrize("size", [1, THRESHOLD_BYTES, (1 << 20) + 7])
@@ -65,11 +66,25 @@ def test_a_block_that_its_owner_may_still_send_again_is_not_reused() -> None:
     assert bytes(receive(first, mappings).borrow()[HEADER_BYTES:][:3]) == b"aaa"
 
 
+def test_a_block_that_nobody_read_is_lent_again() -> None:
+    pool, mappings = BlockPool(), Mappings()
+    lend(pool, b"a" * 100_000)  # never sent
+    assert pool.idle_bytes == size_class(100_000)
+    receive(lend(pool, b"b" * 100_000), mappings)  # dropped
+    assert pool.idle_bytes == size_class(100_000)
+    at_last = receive(receive(lend(pool, b"c" * 100_000), mappings), mappings)
+    held = lend(pool, b"d" * 100_000)
+    assert bytes(at_last.borrow()[HEADER_BYTES:][:3]) == b"ccc"
+    del at_last
+    held.close()
+    assert pool.idle_bytes == 2 * size_class(100_000)
+
+
 def test_idle_blocks_over_the_bound_are_given_back_also_if_their_reader_vanished() -> None:
     pool = BlockPool(max_idle_bytes=3 * size_class(100_000))
     before = open_descriptors()
     for _ in range(50):
-        lend(pool, b"x" * 100_000)  # nobody ever reads it, as when its reader was killed
+        lend(pool, b"x" * 100_000).pass_on()  # nobody ever reads it, as when its reader was killed
     assert pool.idle_bytes <= 4 * size_class(100_000)
     assert open_descriptors() <= before + 5
     pool.clear()
