@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -20,6 +21,9 @@ class Victim:
 
     def echo(self, value: Any) -> Any:
         return value
+
+    def take(self, _value: Any) -> int:
+        return 1
 
     def process_id(self) -> int:
         return os.getpid()
@@ -128,6 +132,9 @@ class Victim:
             program.send_signal(signal.SIGINT)
             return program.wait(30.0)
 
+    def use_up_descriptors(self) -> None:
+        _use_up_descriptors()
+
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
@@ -136,6 +143,14 @@ class Victim:
 
     def open_descriptors(self) -> int:
         return len(os.listdir("/proc/self/fd"))
+
+
+def _use_up_descriptors() -> None:
+    """Be like a process that has leaked files up to its limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
 
 
 def _is_zombie_of(parent: int, pid: str) -> bool:
@@ -171,6 +186,12 @@ class Mixed:
 
     async def end_hard(self, code: int) -> None:
         os._exit(code)
+
+    async def use_up_descriptors(self) -> None:
+        _use_up_descriptors()
+
+    async def echo(self, value: Any) -> Any:
+        return value
 
     async def sleep(self, seconds: float) -> float:
         await asyncio.sleep(seconds)

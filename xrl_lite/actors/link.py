@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Callable
@@ -22,6 +23,10 @@ from xrl_lite.actors.slots import SlotPage
 from xrl_lite.actors.wire import EMPTY, Frame, FrameReader, FrameWriter, Kind, PipeReader, SocketReader, reply_pipe
 
 _SOCKET_BYTES = 1 << 20
+_TRY_AGAIN_S = 0.005
+_PASSING = frozenset({errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM})
+"""What sending fails with while the kernel is short of something: too many descriptors under way, no memory."""
+
 _FLUSH_AT = 32
 """Frames that leave together while one turn of a loop sends many: the child works on them meanwhile."""
 
@@ -36,6 +41,7 @@ class Link:
         *,
         on_readable: Callable[[Link, FrameReader], object],
         on_writable: Callable[[Link], object],
+        on_broken: Callable[[Link, str], object],
     ) -> None:
         self.page = SlotPage.create(num_slots)
         self.free_slots = list(range(num_slots - 1, -1, -1))
@@ -43,6 +49,7 @@ class Link:
         self._hub = hub
         self._on_readable = on_readable
         self._on_writable = on_writable
+        self._on_broken = on_broken
         self._sock, childs_sock = socket.socketpair()
         for sock in (self._sock, childs_sock):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
@@ -117,8 +124,15 @@ class Link:
         except BlockingIOError:
             self.flush_due = self._is_full = True
             self._hub.post(self._flush_when_writable)
-        except OSError:  # the child is gone, which is told elsewhere
+        except ConnectionError:  # the child is gone, which is told elsewhere
             self._writer.clear()
+        except OSError as error:
+            if error.errno in _PASSING:
+                self.flush_due = self._is_full = True
+                self._hub.post(self._hub.loop.call_later, _TRY_AGAIN_S, self._on_writable, self)
+            else:
+                self._writer.clear()
+                self._hub.post(self._on_broken, self, f"the driver could not send to it: {error}")
 
     def flush_soon(self, loop: asyncio.AbstractEventLoop, flush: Callable[[Link], None]) -> None:
         """Let all frames of one turn of the running loop leave together."""

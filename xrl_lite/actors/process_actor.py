@@ -255,6 +255,7 @@ class ProcessActor:
             self._spec.max_concurrency + PREFETCH,
             on_readable=self._desk.receive,
             on_writable=self._desk.flush,
+            on_broken=self._on_broken_link,
         )
         self._child = Child(
             self._hub, self._server(), self._fork_request(link), self._log.fd, link, on_death=self._on_death

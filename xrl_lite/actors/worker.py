@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -270,6 +271,9 @@ class _LoopWorker:
             return
         except EOFError:
             os._exit(1)
+        except Exception:  # noqa: BLE001 whatever it is, calls got lost, and nobody may wait for them
+            traceback.print_exc()
+            leave(1)
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is Kind.STOP:

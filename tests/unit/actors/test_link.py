@@ -26,6 +26,10 @@ def hub() -> Iterator[Hub]:
     hub.join()
 
 
+def _ignore(*_: object) -> None:
+    pass
+
+
 def in_hub(hub: Hub, function: Callable[[], Link | None]) -> Link | None:
     done: Future[Link | None] = Future()
     hub.post(lambda: done.set_result(function()))
@@ -33,7 +37,7 @@ def in_hub(hub: Hub, function: Callable[[], Link | None]) -> Link | None:
 
 
 def test_two_threads_that_find_a_link_unused_close_it_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = in_hub(hub, lambda: Link(hub, 4, on_readable=lambda *_: None, on_writable=lambda *_: None))
+    link = in_hub(hub, lambda: Link(hub, 4, on_readable=_ignore, on_writable=_ignore, on_broken=_ignore))
     assert link is not None
     closed: list[int] = []
     close = os.close
