@@ -130,7 +130,8 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
         system: Where the replica runs.
         folder: Of the run.
         **options: `engine`, `judger`, `callback`, `store`, `rows`, `strategy`, `group_size`, `events`,
-            `max_failed_groups` in place of the usual ones; `cls` of the trainer; `mode`; settings by section:
+            `max_failed_groups` in place of the usual ones; `config` of the folder; `cls` of the trainer; `mode`;
+            settings by section:
             `trainer`, `evaluation`, `checkpoint`, `algorithm`, `rollout`, `replay_buffer`.
     """
     engine = options.pop("engine", None) or Engine()
@@ -198,6 +199,7 @@ def make_trainer(system: ActorSystem, folder: RunFolder, **options: Any) -> Any:
         store=CheckpointStore(folder.checkpoints, keep=2),
         callback=options.pop("callback", None) or Callback(),
         reporter=ConsoleReporter(),
+        config=options.pop("config", None),
     )
     settings = TrainerSettings(
         trainer=trainer,

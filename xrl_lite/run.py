@@ -111,11 +111,6 @@ async def train(config: RunConfig, *, reporter: Reporter | None = None) -> RunSu
     summary = None
     with closing(open_folder(config)) as folder, logged_to(folder.logs / "driver.log"):
         checkpoint = find_checkpoint(config.checkpoint.resume, folder.checkpoints)
-        if checkpoint is None and folder.has_run:
-            reporter.note(f"the run in {folder.path} never came to a checkpoint: starting it over from step 1")
-            folder.start_over()
-        named = config.model_copy(update={"name": folder.path.name})
-        (folder.path / "config.yaml").write_text(dump_config(named), encoding="utf-8")
         reporter.note(f"run folder {folder.path}: {len(data.train)} rows to train on, {len(data.evaluation)} held out")
         async with actor_system(config, log_dir=folder.logs) as system:
             stop, lag = StopRequest(), LoopLag()
@@ -154,6 +149,7 @@ async def open_trainer(
     lag: LoopLag,
 ) -> AsyncGenerator[RLTrainer]:
     """Start the actors and connect the parts, as in the drawing above; close at the end what is to be closed."""
+    repeated = dump_config(as_repeated(config, folder))
     devices = reserve_devices(config, system)
     if devices.shared:
         config = with_shared_devices(config)
@@ -210,6 +206,7 @@ async def open_trainer(
             callback=callback,
             reporter=reporter,
             loggers=loggers,
+            config=repeated,
             health=lambda: actor_metrics(system.statistics()) | rollout.metrics() | lag.metrics(),
         )
         yield trainer_class(config.trainer.mode)(parts, trainer_settings(config), stop)
@@ -386,9 +383,20 @@ async def actor_system(config: RunConfig | ServeConfig, *, log_dir: Path | None)
 
 def open_folder(config: RunConfig) -> RunFolder:
     """Take the run's folder; one that holds no run yet, unless the run there goes on."""
+    return RunFolder(config.folder) if _goes_on(config) else RunFolder.unused(config.folder)
+
+
+def _goes_on(config: RunConfig) -> bool:
     resume = config.checkpoint.resume
-    goes_on = resume == "auto" or Path(resume).resolve().parent == (config.folder / CHECKPOINTS).resolve()
-    return RunFolder(config.folder) if goes_on else RunFolder.unused(config.folder)
+    return resume == "auto" or Path(resume).resolve().parent == (config.folder / CHECKPOINTS).resolve()
+
+
+def as_repeated(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """Return the settings that repeat the run in a folder from where it began, in a folder of its own."""
+    if not _goes_on(config):
+        return config.model_copy(update={"name": folder.path.name})
+    from_the_start = config.checkpoint.model_copy(update={"resume": "never"})
+    return config.model_copy(update={"name": folder.path.name, "checkpoint": from_the_start})
 
 
 async def prepare_model(config: RunConfig | ServeConfig, system: ActorSystem, reporter: Reporter) -> str:

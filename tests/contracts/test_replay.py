@@ -208,6 +208,16 @@ def test_a_torn_record_is_repeated_up_to_its_end(tmp_path: Path, replayed: Any) 
     assert replayed(events[:half]) == half
 
 
+def test_of_a_resumed_run_only_what_came_since_is_repeated_and_that_is_said(
+    tmp_path: Path, replayed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, _ = run_of(tmp_path / "a", seed=7)
+    since, _ = run_of(tmp_path / "b", seed=8)
+    assert replayed(before + since) == len(since)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"the {len(since)} events since then are repeated, the {len(before)} before are not" in said
+
+
 def test_a_run_that_was_stopped_stops_again(tmp_path: Path, replayed: Any) -> None:
     events, _ = run_of(tmp_path / "a", seed=3, stop_in_step=3)
     assert [event["event"] for event in events[-2:]] == ["saved", "over"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import sqlite3
 from collections.abc import AsyncIterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,14 @@ from tests.fake_run import Callback, Critic, Engine, Judger, fit
 from xrl_lite.actors import ActorSystem
 from xrl_lite.data import RolloutState
 from xrl_lite.engine.batch import TrainBatch
-from xrl_lite.errors import RunError
-from xrl_lite.replay_buffer import PromptGroup
+from xrl_lite.errors import ConfigError, RunError
+from xrl_lite.replay_buffer import PromptGroup, SQLiteStore
+from xrl_lite.replay_buffer.events import EventLog
 from xrl_lite.trainer.agreement import AgreementCheck
 from xrl_lite.trainer.base import RLTrainer
 from xrl_lite.trainer.checkpoint import read_state
 from xrl_lite.trainer.modes import trainer_class
-from xrl_lite.trainer.run_folder import RunFolder
+from xrl_lite.trainer.run_folder import BUFFER, EVENTS, RunFolder
 from xrl_lite.trainer.sync import SyncTrainer
 
 MODES = ["sync", "colocate_async", "separate_async"]
@@ -160,6 +163,80 @@ async def test_going_back_to_an_earlier_checkpoint_drops_what_came_after_it(
     assert steps_of(folder, "loss") == [1, 2, 3]
     assert summary.checkpoint == folder.checkpoints / "step_000003"
     assert not (folder.checkpoints / "step_000004").exists()
+
+
+class Dying(Judger):
+    """Ends the run at the sixth row."""
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        if rollout_state.extra_fields["row"] == 5 and rollout_state.task_name == "task":
+            raise KeyError("killed")
+        return await super().judge(rollout_state)
+
+
+class Unloadable(Engine):
+    """Is of another model than the checkpoint."""
+
+    async def load_checkpoint(self, folder: Path) -> None:
+        raise ConfigError("of another model")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("other", [{"rows": fake_run.rows(5)}, {"engine": Unloadable()}], ids=["rows", "engine"])
+async def test_a_refused_resume_changes_nothing(
+    mode: str, other: dict[str, Any], system: ActorSystem, folder: RunFolder
+) -> None:
+    def options() -> dict[str, Any]:
+        store, events = SQLiteStore(folder.path / BUFFER), EventLog(folder.path / EVENTS)
+        return {"mode": mode, "store": store, "events": events}
+
+    def everything() -> dict[str, bytes]:
+        files = [path for path in folder.path.rglob("*") if path.is_file() and BUFFER not in path.name]
+        held = {str(path): path.read_bytes() for path in files}
+        with closing(sqlite3.connect(folder.path / BUFFER)) as connection:
+            return held | {BUFFER: repr(list(connection.iterdump())).encode()}
+
+    await fit(make_trainer(system, folder, config="name: first\n", **options()))
+    before = everything()
+    with pytest.raises(ConfigError, match=r"of another model|cannot go on with other data: num_rows was 4 and is 5"):
+        await fit(
+            make_trainer(system, folder, config="name: second\n", **options(), **other),
+            folder.checkpoints / "step_000002",
+        )
+    assert everything() == before
+
+
+@pytest.mark.parametrize("mode", ["colocate_async", "separate_async"])
+async def test_what_came_before_the_first_checkpoint_is_kept_if_going_on_is_refused(
+    mode: str, system: ActorSystem, folder: RunFolder
+) -> None:
+    async def go_on(number: int, judger: Judger) -> None:
+        store = SQLiteStore(folder.path / BUFFER)
+        checkpoint = {"every_steps": 0}
+        data = fake_run.rows(number)
+        await fit(
+            make_trainer(
+                system, folder, mode=mode, store=store, checkpoint=checkpoint, rows=data, judger=judger, config=""
+            )
+        )
+
+    with pytest.raises(KeyError, match="killed"):
+        await go_on(8, Dying())
+    before = list(folder.metrics())
+    assert before
+    with pytest.raises(ConfigError, match="num_rows was 8 and is 5"):
+        await go_on(5, Judger())
+    assert list(folder.metrics()) == before
+
+
+async def test_a_resume_says_which_checkpoints_it_drops_and_keeps_its_settings(
+    system: ActorSystem, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await fit(make_trainer(system, folder, config="name: first\n"))
+    again = make_trainer(system, folder, trainer={"num_steps": 3}, config="name: second\n")
+    await fit(again, folder.checkpoints / "step_000002")
+    assert "step_000002, without the later step_000004" in " ".join(capsys.readouterr().out.split())
+    assert (folder.path / "config.yaml").read_text() == "name: second\n"
 
 
 async def test_no_signal_for_long_stops_with_a_checkpoint(system: ActorSystem, folder: RunFolder) -> None:

@@ -14,6 +14,7 @@ import pytest
 from tests.build import gsm8k_rows, run_config, without_times, write_rows
 from xrl_lite import run
 from xrl_lite.cli import main
+from xrl_lite.config import load_config
 from xrl_lite.errors import JudgerError
 from xrl_lite.trainer.checkpoint import is_complete
 
@@ -135,6 +136,8 @@ async def test_auto_starts_a_run_over_that_never_came_to_a_checkpoint(tmp_path: 
     records = await train(tmp_path, tiny_model_folder, **changes)
     assert [record["step"] for record in records] == [1]
     assert "loss" in records[0]
+    repeated = load_config(folder / "config.yaml")
+    assert (repeated.name, repeated.trainer.num_steps, repeated.checkpoint.resume) == ("test", 1, "never")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 import statistics
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from xrl_lite.algorithms import AlgorithmConfig
 from xrl_lite.algorithms.digest import weights_digest
@@ -28,7 +29,7 @@ from xrl_lite.engine.batch import TrainBatch
 from xrl_lite.engine.config import EngineConfig, OptimizerConfig
 from xrl_lite.engine.language_model import LanguageModelEngine, token_logprobs, token_outputs
 from xrl_lite.engine.worker import EngineWorker
-from xrl_lite.errors import RolloutError, WeightSyncError
+from xrl_lite.errors import ConfigError, RolloutError, WeightSyncError
 from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult
 from xrl_lite.rollout.torch_engine import TorchReplica
@@ -192,6 +193,29 @@ def test_a_restored_engine_goes_on_bit_for_bit(tiny_model_folder: Path, tmp_path
     assert one.train_batch(make_batch(2)) == other.train_batch(make_batch(2))
     assert weights_digest(one.export_weights()) == weights_digest(other.export_weights())
     assert (tmp_path / "huggingface" / "model.safetensors").is_file()
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tiny_model_folder: Path, tmp_path: Path) -> None:
+    def engine(model: Path) -> EngineWorker:
+        return EngineWorker(config=EngineConfig(), model_path=str(model), num_updates=8, seed=0)
+
+    def wider(**changes: int) -> Path:
+        folder = tmp_path / "-".join(changes)
+        shutil.copytree(tiny_model_folder, folder)
+        config = AutoConfig.from_pretrained(folder)
+        for name, value in changes.items():
+            setattr(config, name, value)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        return folder
+
+    engine(tiny_model_folder).save_checkpoint(tmp_path / "engine")
+    size = AutoConfig.from_pretrained(tiny_model_folder)
+    mlp = "model.layers.0.mlp.gate_proj.weight"
+    shapes = rf"{mlp} is \({size.intermediate_size}, {size.hidden_size}\) in the checkpoint, \(24, {size.hidden_size}\)"
+    with pytest.raises(ConfigError, match=rf"{shapes} in the model\. Go on with the model"):
+        engine(wider(intermediate_size=24)).load_checkpoint(tmp_path / "engine")
+    with pytest.raises(ConfigError, match=r"only the checkpoint has weights model\.layers\.1\."):
+        engine(wider(num_hidden_layers=1)).load_checkpoint(tmp_path / "engine")
 
 
 # --- the rollout engine

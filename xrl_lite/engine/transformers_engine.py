@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -242,22 +242,22 @@ class TransformersEngine(BaseEngine):
                 state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
 
     def save_checkpoint(self, folder: Path) -> None:
-        try:
-            with _alone_on_purpose():
-                dcp.save(self._state(), checkpoint_id=str(folder))
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"the state of the ranks could not be written to {folder}: {error}") from error
+        with _told_as_checkpoint_error(f"the state of the ranks could not be written to {folder}"), _alone_on_purpose():
+            dcp.save(self._state(), checkpoint_id=str(folder))
 
     def load_checkpoint(self, folder: Path) -> None:
         state = self._state()
-        try:
+        with _told_as_checkpoint_error(f"{folder} cannot be read"):
             held = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-            # more ranks than wrote it: the new ones keep the random numbers of their seed
-            state = {name: value for name, value in state.items() if not name.startswith("rng/") or name in held}
-            with _alone_on_purpose():
-                dcp.load(state, checkpoint_id=str(folder))
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{folder} does not fit the model {self._model_path}: {error}") from error
+        if (misfit := _misfit(state["model"], held)) is not None:
+            raise ConfigError(
+                f"{folder} is not a checkpoint of the model {self._model_path}: {misfit}. Go on with the model and the "
+                f"adapter that the run began with, or start a new run under another name."
+            )
+        # more ranks than wrote it: the new ones keep the random numbers of their seed
+        state = {name: value for name, value in state.items() if not name.startswith("rng/") or name in held}
+        with _told_as_checkpoint_error(f"{folder} cannot be read"), _alone_on_purpose():
+            dcp.load(state, checkpoint_id=str(folder))
         set_state_dict(
             self._model,
             self._optimizer,
@@ -383,6 +383,25 @@ def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
     model.load_state_dict({name: tensor.cpu() for name, tensor in weights.items()}, strict=False, assign=True)
     model.tie_weights()
     return model
+
+
+def _misfit(model: Mapping[str, Tensor], held: Mapping[str, Any]) -> str | None:
+    """Say where the weights of a model differ from those that a checkpoint holds; None if they do not."""
+    saved = {name.removeprefix("model."): kept for name, kept in held.items() if name.startswith("model.")}
+    for name in sorted(model.keys() ^ saved.keys()):
+        return f"only the {'model' if name in model else 'checkpoint'} has weights {name}"
+    for name, weights in model.items():
+        if saved[name].size != weights.shape:
+            return f"{name} is {tuple(saved[name].size)} in the checkpoint, {tuple(weights.shape)} in the model"
+    return None
+
+
+@contextmanager
+def _told_as_checkpoint_error(what: str) -> Generator[None]:
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"{what}: {error}") from error
 
 
 @contextmanager

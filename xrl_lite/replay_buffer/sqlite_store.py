@@ -245,6 +245,9 @@ class SQLiteStore:
         await self.flush()
         return await self._read(lambda connection: [_read_states(connection, group.ordinal) for group in groups])
 
+    async def read_notes(self) -> dict[str, Any]:
+        return await self._read(_read_notes)
+
     async def rewind(self, step: int, *, keep_newer: bool) -> StoredGroups:
         self._queue.put(lambda connection: _rewind(connection, step, keep_newer=keep_newer))
         await self.flush()
@@ -418,10 +421,13 @@ def _read_prompt(connection: sqlite3.Connection, ordinal: int) -> list[RolloutSt
 
 def _read_waiting(connection: sqlite3.Connection) -> StoredGroups:
     rows = connection.execute(f"SELECT {_GROUP_COLUMNS} FROM groups WHERE status IN ({_HERE}) ORDER BY ordinal")
-    notes = {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM notes")}
     (last,) = connection.execute("SELECT max(ordinal) FROM groups").fetchone()
     groups = [_group(connection, row) for row in rows]
-    return StoredGroups(groups=groups, next_ordinal=0 if last is None else last + 1, notes=notes)
+    return StoredGroups(groups=groups, next_ordinal=0 if last is None else last + 1, notes=_read_notes(connection))
+
+
+def _read_notes(connection: sqlite3.Connection) -> dict[str, Any]:
+    return {name: json.loads(value) for name, value in connection.execute("SELECT name, value FROM notes")}
 
 
 def _group(connection: sqlite3.Connection, row: Sequence[Any]) -> PromptGroup:

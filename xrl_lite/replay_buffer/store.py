@@ -76,6 +76,10 @@ class GroupStore(Protocol):
         """Return the attempts of groups."""
         ...
 
+    async def read_notes(self) -> dict[str, Any]:
+        """Return what was noted along with the admissions."""
+        ...
+
     async def rewind(self, step: int, *, keep_newer: bool) -> StoredGroups:
         """Go back to the end of a step, and return what waits there.
 
@@ -114,6 +118,9 @@ class MemoryStore:
 
     async def load_states(self, groups: Sequence[PromptGroup]) -> list[list[RolloutState]]:
         return [group.states for group in groups]
+
+    async def read_notes(self) -> dict[str, Any]:
+        return {}
 
     async def rewind(self, step: int, *, keep_newer: bool) -> StoredGroups:
         return StoredGroups()

@@ -143,6 +143,8 @@ class TrainerParts:
     """Take the metrics too."""
     health: Callable[[], dict[str, float]] = dict
     """Returns what the processes are doing: memory, restarts, lag of the event loop."""
+    config: str | None = None
+    """What the run's config.yaml holds from the moment when the run begins; None leaves it as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -471,7 +473,9 @@ class RLTrainer(ABC):
         )
 
     async def _load(self, checkpoint: Path | None) -> None:
+        """Take over what a checkpoint holds. Whatever does not fit is refused before anything of the run is changed."""
         state = None if checkpoint is None else read_state(checkpoint)
+        await self._check_prompts(state)
         if checkpoint is not None and state is not None:
             await self.parts.engine.load_checkpoint(checkpoint / ENGINE)
             if self.parts.critic is not None:
@@ -482,12 +486,31 @@ class RLTrainer(ABC):
             self._evaluation_due = state["evaluation_due"]
             set_random_state(state["random"])
             self._checkpoint = checkpoint
-            self.parts.folder.forget_after(self.global_step)
-            self.parts.store.forget_after(self.global_step)
-            self.parts.reporter.note(f"going on after step {self.global_step} from {checkpoint}")
+        self._begin()
         begun_with = {name: value for name, value in (state or {}).items() if name != "random"}
         self.parts.replay_buffer.events.record("began", step=self.global_step, state=begun_with or None)
         await self._load_prompts(state)
+
+    def _begin(self) -> None:
+        """Drop what an earlier process did after the checkpoint: it is done again, with these settings."""
+        folder = self.parts.folder
+        if self._checkpoint is not None:
+            # checkpoints first: one without its metrics must not be gone on from
+            dropped = self.parts.store.forget_after(self.global_step)
+            folder.forget_after(self.global_step)
+            beyond = f", without the later {', '.join(path.name for path in dropped)}" if dropped else ""
+            self.parts.reporter.note(f"going on after step {self.global_step} from {self._checkpoint}{beyond}")
+        elif folder.has_run:
+            self.parts.reporter.note(f"the run in {folder.path} never came to a checkpoint: starting it over")
+            folder.start_over()
+        if self.parts.config is not None:
+            folder.write_config(self.parts.config)
+
+    async def _check_prompts(self, state: dict[str, Any] | None) -> None:
+        """Refuse other tasks, and other rows, than those that were drawn from so far."""
+        notes = {} if self.layout == "sync" else await self.parts.replay_buffer.store.read_notes()
+        if NOTE in notes or state is not None:
+            self.parts.producer.load_state_dict(notes.get(NOTE) or (state or {})["producer"])
 
     async def _load_prompts(self, state: dict[str, Any] | None) -> None:
         """Have every prompt trained on exactly once, whatever was drawn, generated or trained on when the run ended."""

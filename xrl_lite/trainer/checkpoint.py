@@ -128,11 +128,12 @@ class CheckpointStore:
         """Return the step of the oldest complete checkpoint; 0 if there is none."""
         return next((step for step, path in paths_by_step(self._folder).items() if is_complete(path)), 0)
 
-    def forget_after(self, step: int) -> None:
-        """Drop the checkpoints of later steps: they belong to what is about to be run again."""
-        for saved, path in paths_by_step(self._folder).items():
-            if saved > step:
-                shutil.rmtree(path)
+    def forget_after(self, step: int) -> list[Path]:
+        """Drop the checkpoints of later steps, which belong to what is about to be run again, and return them."""
+        later = [path for saved, path in paths_by_step(self._folder).items() if saved > step]
+        for path in reversed(later):
+            shutil.rmtree(path)
+        return later
 
     def _sweep(self) -> None:
         for left in self._folder.glob(f"{_ASIDE}*"):

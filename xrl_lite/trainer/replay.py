@@ -410,7 +410,8 @@ class NoCheckpoints(CheckpointStore):
     def oldest_step(self) -> int:
         return 0
 
-    def forget_after(self, step: int) -> None: ...
+    def forget_after(self, step: int) -> list[Path]:
+        return []
 
 
 class Awake:
@@ -472,6 +473,11 @@ def replay(
     last = max((place for place, event in enumerate(recorded) if event["event"] == "began"), default=None)
     if last is None:
         raise ConfigError("There is nothing to repeat: the record has no event `began`.")
+    if last > 0:
+        reporter.note(
+            f"the run was resumed after step {recorded[last]['step']}: the {len(recorded) - last} events since "
+            f"then are repeated, the {last} before are not"
+        )
     script = Script(recorded[last:], break_at=break_at)
     clock = VirtualClock()
 

@@ -33,6 +33,7 @@ CHECKPOINTS = "checkpoints"
 BUFFER = "buffer.sqlite"
 EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"
 
 
 class RunFolder:
@@ -70,7 +71,11 @@ class RunFolder:
     @property
     def has_run(self) -> bool:
         """Whether a run was started here."""
-        return (self.path / "config.yaml").exists()
+        return (self.path / CONFIG).exists()
+
+    def write_config(self, text: str) -> None:
+        """Write config.yaml, in place of the one that is there."""
+        _replace(self.path / CONFIG, text)
 
     def write_metrics(self, record: dict[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -153,8 +158,13 @@ def _keep_until(step: int, file: Path) -> None:
     if not file.exists():
         return
     kept = [record for record in read_lines(file) if record["step"] <= step]
+    _replace(file, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _replace(file: Path, text: str) -> None:
+    """Write a file aside and rename it, so that a kill leaves the old one or the new one."""
     aside = file.with_suffix(".tmp")
-    aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+    aside.write_text(text, encoding="utf-8")
     aside.replace(file)
 
 
