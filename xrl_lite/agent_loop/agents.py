@@ -6,7 +6,9 @@
     class MyAgent(AgentLoopBase):
         async def run(self, sampling_params, **row):
             tokens = self.start(row["raw_prompt"])
-            output = await self.server_manager.generate("id", prompt_ids=tokens.context_ids, sampling_params={})
+            output = await self.server_manager.generate(
+                row["session_id"], prompt_ids=tokens.context_ids, sampling_params=sampling_params
+            )
             ...
             return AgentLoopOutput.of_row(tokens.rows()[0], num_turns=2)
 

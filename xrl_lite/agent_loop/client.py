@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,6 +13,11 @@ from xrl_lite.data.sampling_params import merge_sampling_params
 from xrl_lite.errors import RolloutError
 
 _BLANK = RolloutState(message=[])
+
+_SHAPE_THE_DISTRIBUTION = (
+    *("temperature", "top_p", "top_k", "min_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 class TokenOutputLike(Protocol):
@@ -74,41 +80,54 @@ def request_state(
 
 
 class StateClient:
-    """An `LLMClient` over whatever generates states.
+    """The `LLMClient` of one attempt, over whatever generates states.
 
     Args:
         rollout_ctl: Generates.
+        attempt: Names the attempt; goes into the seeds.
         sample_params: What the parameters of a request do not say.
         task_name: Goes into the seeds, as that of the states.
     """
 
-    def __init__(self, rollout_ctl: RolloutCtl, *, sample_params: SampleParams, task_name: str | None = None) -> None:
+    def __init__(
+        self, rollout_ctl: RolloutCtl, *, attempt: str, sample_params: SampleParams, task_name: str | None = None
+    ) -> None:
         self._rollout_ctl = rollout_ctl
+        self._attempt = attempt
         self._sample_params = sample_params
         self._task_name = task_name
         self._known: tuple[dict[str, Any], SampleParams] = ({}, sample_params)
+        self._asked: Counter[int] = Counter()
+        """Requests by the length of their prompt."""
+        self._num_own = 0
+        self._foreign = ""
         self.was_aborted = False
         """Whether a response was cut short from outside, as all are when generation is paused."""
 
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: Mapping[str, Any]
     ) -> TokenOutput:
-        """Return the response to a prompt; its seed follows from request id and length of the prompt.
+        """Return the response to a prompt.
+
+        Its seed follows from the attempt, the length of the prompt, and how many prompts of that length came before.
 
         Raises:
             ConfigError: a sampling parameter is unknown or out of range.
             RolloutError: the response could not be generated.
         """
-        # the turn belongs to the id, since equal ids have equal seeds
-        turn_id = f"{request_id}/{len(prompt_ids)}"
+        # the turn belongs to the id, since equal ids have equal seeds; agents may choose request ids as they like
+        num_before = self._asked[len(prompt_ids)]
+        self._asked[len(prompt_ids)] += 1
+        sample_params = self._merge(sampling_params)
         state = request_state(
-            turn_id,
+            f"{self._attempt}/{len(prompt_ids)}/{num_before}",
             prompt_ids,
             session_id=request_id,
             task_name=self._task_name,
-            sample_params=self._merge(sampling_params),
+            sample_params=sample_params,
         )
         state = await self._rollout_ctl.generate(state)
+        self._note(sample_params, len(state.response_ids or ()))
         if state.status is Status.FAILED:
             raise RolloutError(state.error_msg or f"request {request_id} failed")
         self.was_aborted = self.was_aborted or state.status is Status.ABORTED
@@ -121,6 +140,27 @@ class StateClient:
                 "finish_reason": state.finish_reason,
             },
         )
+
+    def check_trained(self, num_tokens: int) -> None:
+        """Check that so many tokens can be trained on: not more than were sampled with the loop's own parameters.
+
+        Raises:
+            RolloutError: some were sampled otherwise; says how.
+        """
+        if self._foreign and num_tokens > self._num_own:
+            raise RolloutError(
+                f"{num_tokens} tokens are to be trained on, and only {self._num_own} were sampled with the loop's "
+                f"sample_params: the agent asked for {self._foreign}. Log-probs of others do not fit. Change "
+                f"sample_params of the loop instead, or give such tokens a response_mask of 0."
+            )
+
+    def _note(self, used: SampleParams, num_tokens: int) -> None:
+        own = self._sample_params
+        if used is own or all(getattr(used, name) == getattr(own, name) for name in _SHAPE_THE_DISTRIBUTION):
+            self._num_own += num_tokens
+            return
+        changed = [name for name in _SHAPE_THE_DISTRIBUTION if getattr(used, name) != getattr(own, name)]
+        self._foreign = ", ".join(f"{name}={getattr(used, name)} (not {getattr(own, name)})" for name in changed)
 
     def _merge(self, given: Mapping[str, Any]) -> SampleParams:
         """Return the parameters of a request; those of one session mostly differ in `max_tokens` alone."""

@@ -216,7 +216,12 @@ class SessionsAgentLoop(SessionLoop):
         return self._places
 
     async def run_session(self, agent: str, state: RolloutState) -> list[AgentLoopOutput]:
-        client = StateClient(self.rollout_ctl, sample_params=state.sample_params, task_name=state.task_name)
+        client = StateClient(
+            self.rollout_ctl,
+            attempt=str(state.rollout_id),
+            sample_params=state.sample_params,
+            task_name=state.task_name,
+        )
         made = self._table.make(agent, self._parts(state, client, await self._tools()))
         try:
             returned = await made.run(sampling_params_of(state.sample_params), **row_of(state))
@@ -229,6 +234,8 @@ class SessionsAgentLoop(SessionLoop):
             if not client.was_aborted:
                 raise
             return [AgentLoopOutput.aborted(state.prompt_ids or [])]  # half a response is no reason to fail
+        if state.sample_params == self.sample_params:  # evaluations have their own
+            client.check_trained(sum(sum(output.response_mask) for output in outputs))
         if client.was_aborted:  # an agent need not know what an abort is
             for output in outputs:
                 output.extra_fields["stop_reason"] = "aborted"

@@ -337,6 +337,13 @@ class RunConfig(Settings):
                     f"{place}.agent_loop_config.sample_params: with temperature=0 or a sampling_seed all attempts at "
                     f"a prompt are the same, so there is nothing to compare. Use a temperature above 0 and no seed."
                 )
+        temperatures = {place: task.agent_loop_config.sample_params.temperature for place, task in self._named_tasks()}
+        if len(set(temperatures.values())) > 1:
+            each = ", ".join(f"{place}: {temperature:g}" for place, temperature in temperatures.items())
+            raise ValueError(
+                f"agent_loop_config.sample_params.temperature must be the same for all tasks, since samples of all of "
+                f"them are trained on together; got {each}."
+            )
 
     def _check_producing(self) -> None:
         names = [task.task_name for task in self.tasks]

@@ -109,6 +109,15 @@ class Row:
     """Every other column, those that `DataConfig.columns` names, and what verl keeps in ``extra_info``."""
 
 
+RESERVED_FIELDS = frozenset(
+    {
+        *("trajectory", "num_turns", "stop_reason", "stopped_by", "was_truncated", "tool_counts", "reward_info"),
+        *("train_prompt_ids", "timing", "judgement", "row", "sample_index"),
+    }
+)
+"""Names in a state's ``extra_fields`` by which loops, judgers and trainer tell one another how an attempt went."""
+
+
 def copy_containers(value: Any) -> Any:
     """Return a value with dicts and lists of its own, all the way down; what else is in them is shared."""
     if type(value) is dict:
@@ -124,9 +133,25 @@ def load_rows(config: DataConfig) -> list[Row]:
     Raises:
         DataError: the file is missing or broken, there is no row, or a row lacks a part; names row and column.
     """
-    rows = [parse_row(raw, index, config) for index, raw in enumerate(read_raw_rows(config))]
+    rows: list[Row] = []
+    columns: dict[str, None] = {}
+    for index, raw in enumerate(read_raw_rows(config)):
+        columns |= dict.fromkeys(raw)
+        rows.append(parse_row(raw, index, config))
+        if taken := RESERVED_FIELDS & rows[-1].extra_info.keys():
+            raise DataError(
+                f"{config.label}, row {index}: what an attempt comes to is kept under the names "
+                f"{', '.join(sorted(RESERVED_FIELDS))}, so no column may be called {', '.join(sorted(taken))}. "
+                f"Rename or drop it."
+            )
     if not rows:
         raise DataError(f"{config.label} has no rows. Give a data set with at least one.")
+    for part in ("data_source", "agent_name"):  # a row may do without, so that none has it is a slip of the pen
+        if (named := config.columns.get(part)) is not None and named not in columns:
+            raise DataError(
+                f"{config.label}: no row has the column {named!r}, which columns.{part} names."
+                f"{did_you_mean(named, columns)} There are {', '.join(columns)}."
+            )
     return rows
 
 

@@ -29,6 +29,7 @@ from xrl_lite.data import RolloutState, Row, SampleParams, Status
 from xrl_lite.data.tokenizer import Tokenizer
 from xrl_lite.errors import ActorDiedError, ConfigError, PluginError, RolloutError, TemplateError
 from xrl_lite.judger import JudgerConfig
+from xrl_lite.rollout.controller import response_seed
 from xrl_lite.tools import FunctionCall, McpServerConfig, ToolParser, ToolsConfig
 
 QWEN3 = Tokenizer(make_tokenizer("qwen3"))
@@ -316,6 +317,18 @@ class Ends(AgentLoopBase):
                     response_logprobs=output.log_probs,
                     reward_score=0.0 if self.how == "half, scores" else None,
                 )
+            case "one id" | "colder" | "colder, not trained":
+                params = {"max_tokens": 4} if self.how == "one id" else {"temperature": 0.5}
+                output = await self.server_manager.generate("id", prompt_ids=[1], sampling_params=params)
+                again = await self.server_manager.generate("id", prompt_ids=[1], sampling_params={})
+                trained = 0 if self.how == "colder, not trained" else 1
+                ids, more = output.token_ids, again.token_ids
+                return AgentLoopOutput(
+                    prompt_ids=[1],
+                    response_ids=[*ids, *more],
+                    response_mask=[trained] * len(ids) + [1] * len(more),
+                    response_logprobs=[*(output.log_probs or []), *(again.log_probs or [])],
+                )
             case "empty":
                 return AgentLoopOutput(prompt_ids=[1], response_ids=[], response_mask=[], response_logprobs=[])
             case _:
@@ -331,6 +344,32 @@ def agents_file(folder: Path, *entries: dict[str, Any]) -> Path:
 def ends(folder: Path, how: str) -> AgentsConfig:
     entry = {"name": "ends", "_target_": f"{__name__}.Ends", "how": how}
     return AgentsConfig(agent_loop_config_path=agents_file(folder, entry), default_agent_loop="ends")
+
+
+async def requests_of(config: AgentsConfig) -> list[RolloutState]:
+    rollout = scripted(*[ANSWER] * 4)
+    await config.build(rollout, Judger(), tokenizer=QWEN3).generate_group([make_state(0), make_state(1)])
+    return rollout.requests
+
+
+async def test_attempts_draw_other_numbers_whatever_their_agent_calls_its_requests(tmp_path: Path) -> None:
+    requests, again = [await requests_of(ends(tmp_path, "one id")) for _ in range(2)]
+    assert {request.session_id for request in requests} == {"id"}
+    seeds = {response_seed(0, request, 1) for request in requests}
+    assert len(seeds) == 4
+    assert {response_seed(0, request, 1) for request in again} == seeds
+
+
+async def test_tokens_of_another_temperature_are_not_trained_on(tmp_path: Path) -> None:
+    def loop(how: str) -> Any:
+        return ends(tmp_path, how).build(scripted(ANSWER, ANSWER), Judger(), tokenizer=QWEN3)
+
+    trained, masked = [(await loop(how).generate_group([make_state()]))[0] for how in ("colder", "colder, not trained")]
+    assert trained.status is Status.FAILED
+    assert "the agent asked for temperature=0.5 (not 1.0)" in str(trained.error_msg)
+    assert masked.status is Status.COMPLETED
+    evaluated = await loop("colder").generate_group([make_state()], sample_params=SampleParams(max_tokens=30))
+    assert evaluated[0].status is Status.COMPLETED
 
 
 async def test_a_row_chooses_its_agent(tmp_path: Path) -> None:

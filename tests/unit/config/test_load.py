@@ -178,6 +178,10 @@ def test_several_tasks_are_read_and_their_judgers_checked(tmp_path: Path) -> Non
             "agent_loop_manager.tasks[0].agent_loop_config.sample_params",
         ),
         (
+            {"agent_loop_config": {"sample_params": {"temperature": 0.5}}},
+            "got task: 1, agent_loop_manager.tasks[0]: 0.5",
+        ),
+        (
             {"agent_loop_config": {"sample_params": {"max_tokens": 100_000}}},
             "agent_loop_manager.tasks[0].agent_loop_config.sample_params.max_tokens",
         ),

@@ -185,3 +185,23 @@ def test_exactly_one_origin() -> None:
         DataConfig(path=Path("rows.jsonl"), task="addition")
     with pytest.raises(ValidationError, match="exactly one of path, dataset and task"):
         DataConfig()
+
+
+@pytest.mark.parametrize("part", ["data_source", "agent_name"])
+def test_a_named_column_that_no_row_has_is_refused_with_the_closest_name(tmp_path: Path, part: Any) -> None:
+    path = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": "1", "sort": "a"}]
+    )
+    assert len(load_rows(DataConfig(path=path, columns={part: "sort"}))) == 2
+    with pytest.raises(DataError, match=rf"no row has the column 'sorte', which columns\.{part} names.*'sort'"):
+        load_rows(DataConfig(path=path, columns={part: "sorte"}))
+
+
+@pytest.mark.parametrize("where", ["column", "extra_info"])
+def test_names_by_which_attempts_are_described_are_no_columns(tmp_path: Path, where: str) -> None:
+    field = {"num_turns": None} if where == "column" else {"extra_info": {"num_turns": 3}}
+    path = write_rows(
+        tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "1"}, {"prompt": "q", "answer": "1", **field}]
+    )
+    with pytest.raises(DataError, match=r"row 1: .*no column may be called num_turns"):
+        load_rows(DataConfig(path=path))
