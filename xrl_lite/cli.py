@@ -171,8 +171,8 @@ def _score(options: argparse.Namespace) -> int:
     from xrl_lite.judger.data_sources import judger_for
 
     given: dict[str, Any] = {"path": options.data, "data_source": options.data_source, "num_rows": options.num_rows}
-    if options.label_column is not None:
-        given["columns"] = {"ground_truth": options.label_column}
+    columns = {"ground_truth": options.label_column, "prompt": options.prompt_column}
+    given["columns"] = {part: column for part, column in columns.items() if column is not None}
     try:
         data = DataConfig.model_validate(given)
     except ValidationError as error:
@@ -184,7 +184,7 @@ def _score(options: argparse.Namespace) -> int:
         config = load_judger(options.judger, options.overrides)
     output = options.output or options.data.with_suffix(".scored.jsonl")
     tallies = score.Tallies()
-    done = score.open_output(output, samples, resume=options.resume)
+    done = score.open_output(output, samples, config, resume=options.resume)
     for record in done:
         tallies.add(record)
     run = partial(
@@ -377,6 +377,7 @@ def _score_command(add_command: AddCommand) -> None:
     add("--resume", action="store_true", help="go on with an output that is there")
     add("--response-column", help="column of the response, a text or a list of them")
     add("--label-column", help="column of the ground truth")
+    add("--prompt-column", help="column of the prompt, a text or messages; for judgers that read it")
     add("--data-source", help="data source of rows that name none")
     add("--num-rows", type=int, help="use so many rows from the start")
     add("--threshold", type=float, help="exit code 3 if the mean score is lower")

@@ -36,6 +36,7 @@ LABEL_COLUMNS = ("ground_truth", "solution", "answer", "label", "target")
 """Parameters, and keys of ``**kwargs``, that stand for the label when the row has no column of that name."""
 
 _TRL_LOGGING = ("trainer_state", "log_extra", "log_metric")
+_PROMPTS = frozenset({"prompt", "prompts", "queries"})
 _OWN_FIELDS = frozenset({"judgement", "row", "raw_prompt"})
 
 
@@ -72,6 +73,11 @@ class RewardAdapter:
     def is_async(self) -> bool:
         """Whether the function is async."""
         return is_async(self.function)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the function asks for the prompt by name."""
+        return "message" in self.needs and not _PROMPTS.isdisjoint(self.parameters.names)
 
     def with_kwargs(self, reward_kwargs: Mapping[str, Any] | None) -> Self:
         """Return the adapter with further arguments for the function."""
@@ -220,6 +226,11 @@ class TrlReward(RewardAdapter):
     def is_async(self) -> bool:
         """Whether any of the functions is async."""
         return any(is_async(function) for function in self.functions)
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether any of the functions asks for the prompt by name."""
+        return any(not _PROMPTS.isdisjoint(parameters.names) for parameters in self._parameters)
 
     def required_columns(self) -> list[str]:
         """Return the columns that any of the functions cannot do without."""

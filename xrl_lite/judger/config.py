@@ -187,6 +187,11 @@ class JudgerConfig(_DumpsWhatLoads):
             return False
         return is_url(self.reward_handler) or is_async(self.adapter())
 
+    def reads_prompt(self) -> bool:
+        """Return whether judging is known to need the prompt."""
+        adapter = self.adapter()
+        return adapter is not None and adapter.reads_prompt
+
     def gold_response(self, label: Any) -> str | None:
         """Return a right response for a label, or None where it is not known how one looks."""
         return None if self.gold_template is None else self.gold_template.replace("{label}", str(label))

@@ -85,22 +85,24 @@ def judger_for(data_sources: Iterable[str | dict[str, Any] | None]) -> AnyJudger
 
 
 def check_rows(config: AnyJudgerConfig, rows: Sequence[Row]) -> None:
-    """Check that every row finds its branch, and has the columns its reward function takes, before anything starts.
+    """Check that every row finds its branch, and has what the judger takes, before anything starts.
 
     Raises:
-        DataError: a data source is not a branch, or a column is missing; names the row and the closest.
+        DataError: a data source is not a branch, or a column or the prompt is missing; names the row and the closest.
     """
     leaves_of: dict[str, list[JudgerConfig]] = {}
-    seen: set[tuple[str, frozenset[str]]] = set()
+    seen: set[tuple[str, frozenset[str], bool]] = set()
     for row in rows:
-        source, columns = repr(row.data_source), frozenset(row.extra_info)
-        if (source, columns) in seen:
+        source = repr(row.data_source)
+        shape = (source, frozenset(row.extra_info), bool(row.prompt))
+        if shape in seen:
             continue
-        seen.add((source, columns))
+        seen.add(shape)
         if source not in leaves_of:
             leaves_of[source] = list(_leaves(config, row))
         for leaf in leaves_of[source]:
             _check_columns(leaf, row)
+            _check_prompt(leaf, row)
 
 
 def _leaves(config: JudgerConfigLike, row: Row) -> Iterator[JudgerConfig]:
@@ -150,3 +152,12 @@ def _check_columns(config: JudgerConfig, row: Row) -> None:
                 f"does not have.{did_you_mean(name, known)} It has {', '.join(sorted(known)) or 'no further columns'}. "
                 f"Give the parameter a default if it can do without, or set it in reward_kwargs."
             )
+
+
+def _check_prompt(config: JudgerConfig, row: Row) -> None:
+    if not row.prompt and config.reads_prompt():
+        raise DataError(
+            f"judger {config.judger_name!r} reads the prompt, which row {row.index} does not have."
+            f"{did_you_mean('prompt', row.extra_info)} It has {', '.join(sorted(row.extra_info)) or 'no columns'}. "
+            f"Name the column of the prompt with --prompt-column."
+        )

@@ -6,42 +6,52 @@
       waits for    the oldest judgement under way, once enough are
       is woken by  the judger, whose time limit holds for each of them
 
-A record is a line of JSON: the columns of the row, and ``row``, ``sample``, ``reward``, ``judgement`` and the data
-source. As records keep the order of the file, what is there already is its beginning, and a run that was ended goes on
-behind it.
+A record is a line of JSON: the columns of the row, and ``row``, ``sample``, ``reward``, ``judgement``, the data source
+and ``judged_by``, a digest of the judger's settings and the label. As records keep the order of the file, what is there
+already is its beginning, and a run that was ended goes on behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
+import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any, TextIO, cast
 
 from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_manager, set_cpu_resource_manager
 from xrl_lite.data import DataConfig, RolloutState, Row, Status, parse_row, read_raw_rows
-from xrl_lite.data.json_text import split_lines
+from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.errors import ConfigError, DataError, did_you_mean, errors_as_themselves
 from xrl_lite.judger.adapters import content_text
-from xrl_lite.judger.base import Judger
+from xrl_lite.judger.base import BaseJudger
 from xrl_lite.judger.build import build_judger
-from xrl_lite.judger.config import JudgerConfigLike
+from xrl_lite.judger.config import JudgerConfigLike, leaves
 from xrl_lite.judger.data_sources import check_rows
-from xrl_lite.judger.outcome import Outcome
+from xrl_lite.judger.handler import handler_name
+from xrl_lite.judger.outcome import Judgement, Outcome, RewardValueError
 from xrl_lite.judger.proof import self_test, summarize
+from xrl_lite.judger.reward_check import check_reward
 
 RESPONSE_COLUMNS = ("response", "responses", "completion", "completions", "output", "prediction", "solution_str")
 """Columns that are looked at for the response, in this order."""
 
 DEFAULT_AT_ONCE = 256
 
-_OURS = ("data_source", "row", "sample", "reward", "judgement")
-_NO_PROMPT = [{"role": "user", "content": ""}]
+_OURS = ("data_source", "row", "sample", "reward", "judgement", "judged_by")
+_ANY_PROMPT = "-"
+_NOT_ABOUT_SCORES = {
+    *("cpu_resources", "gold_template", "http_backoff_s", "http_retries", "max_concurrency", "max_initial_failures"),
+    *("max_pending", "max_retries", "rate_limit", "request_timeout", "retry_wait_s", "sync_in"),
+}
+"""Settings of judgers that say where, when and how long, and may be changed when a run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +66,15 @@ class Sample:
     """The text."""
     columns: Mapping[str, Any]
     """The row as it was read, with this response alone."""
+    response_ids: list[int] | None = None
+    """Its tokens, where the row has them."""
 
     def state(self, position: int) -> RolloutState:
         """Return the state that a judger sees."""
-        ids = self.columns.get("response_ids")
         return RolloutState(
             message=self.row.prompt,
             response=self.response,
-            response_ids=cast("list[int]", ids) if isinstance(ids, list) else None,
+            response_ids=self.response_ids,
             rollout_id=position,
             data_source=self.row.data_source,
             reward_model={"ground_truth": self.row.ground_truth},
@@ -73,41 +84,49 @@ class Sample:
 
 
 def read_samples(config: DataConfig, *, response_column: str | None = None) -> list[Sample]:
-    """Read every response of a file; a row may hold one, or a list. Prompts may be missing.
+    """Read every response of a file; a row may hold one, or a list. Rows may do without a prompt.
 
     Raises:
-        DataError: a row has no response or no label; names row, columns present and the closest name.
+        DataError: a row has no response or no label, or `response_ids` that do not fit; names row, columns present and
+            the closest name.
     """
     samples: list[Sample] = []
     for index, raw in enumerate(read_raw_rows(config)):
         column = _response_column(raw, index, config, response_column)
         has_prompt = "prompt" in raw or "question" in raw or "prompt" in config.columns
-        given = raw if has_prompt else {**raw, "prompt": _NO_PROMPT}
+        given = raw if has_prompt else {**raw, "prompt": _ANY_PROMPT}
         row = parse_row({name: value for name, value in given.items() if name != column}, index, config)
-        for number, response in enumerate(_responses(raw[column], f"{config.label}, row {index}: {column}")):
+        if not has_prompt:
+            row = replace(row, prompt=[])
+        place = f"{config.label}, row {index}"
+        responses = list(_responses(raw[column], f"{place}: {column}"))
+        for number, response in enumerate(responses):
             columns = {**raw, column: response}
-            samples.append(Sample(row=row, number=number, response=response, columns=columns))
+            ids = _response_ids(raw.get("response_ids"), number, len(responses), place)
+            if ids is not None:
+                columns["response_ids"] = ids
+            samples.append(Sample(row=row, number=number, response=response, columns=columns, response_ids=ids))
     if not samples:
         raise DataError(f"{config.label} has no responses.")
     return samples
 
 
-def open_output(path: Path, samples: Sequence[Sample], *, resume: bool) -> list[dict[str, Any]]:
+def open_output(
+    path: Path, samples: Sequence[Sample], config: JudgerConfigLike, *, resume: bool
+) -> list[dict[str, Any]]:
     """Return the records that are in the output already, all of them whole; none if the file is new.
 
     Raises:
-        ConfigError: there is a file and nobody said to resume it, or it holds other samples.
+        ConfigError: there is a file and nobody said to resume it, or it holds other samples, or other judgements.
     """
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         return []
     if not resume:
         raise ConfigError(f"{path} exists. Go on with it by --resume, or name another file.")
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]  # a line that was being written when the run ended is written again
-    if len(whole) < len(text):
-        path.write_text(whole, encoding="utf-8")
-    records: list[dict[str, Any]] = [json.loads(line) for line in split_lines(whole)]
+    content = path.read_bytes()
+    records = _read_records(content, path)
+    judged_by = _Digest(config)
     for position, record in enumerate(records):
         sample = samples[position] if position < len(samples) else None
         if sample is None or not _is_record_of(record, sample):
@@ -115,6 +134,12 @@ def open_output(path: Path, samples: Sequence[Sample], *, resume: bool) -> list[
                 f"{path}, line {position + 1} is not about the sample that stands there in the data, so this is "
                 f"another run's file. Name another output."
             )
+        if record.get("judged_by") != judged_by(sample):
+            raise ConfigError(
+                f"{path}, line {position + 1} was judged by a judger with other settings, or against another label. "
+                f"Go on with those, or name another output."
+            )
+    os.truncate(path, content.rfind(b"\n") + 1)  # a line that was being written when the run ended is written again
     return records
 
 
@@ -148,17 +173,27 @@ async def score_file(
                         results = [await self_test(judger, sample.state(0)) for sample in first_of_source.values()]
                         for line in summarize(result for part in results for result in part):
                             on_note(line)
-                    with output.open("a", encoding="utf-8") as file:
-                        await score_samples(judger, samples, file, start=start, at_once=at_once, on_record=on_record)
+                    # half of a surrogate pair is no UTF-8, and its escape is what JSON has for it
+                    with output.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                        await score_samples(
+                            judger,
+                            samples,
+                            file,
+                            judged_by=_Digest(config),
+                            start=start,
+                            at_once=at_once,
+                            on_record=on_record,
+                        )
             finally:
                 clear_cpu_resource_manager()
 
 
 async def score_samples(
-    judger: Judger,
+    judger: BaseJudger,
     samples: Sequence[Sample],
     output: TextIO,
     *,
+    judged_by: Callable[[Sample], str],
     start: int = 0,
     at_once: int = DEFAULT_AT_ONCE,
     on_record: Callable[[dict[str, Any]], None],
@@ -169,6 +204,7 @@ async def score_samples(
         judger: The judger.
         samples: All samples.
         output: Open for writing.
+        judged_by: Tells judgements from those of other settings and labels.
         start: How many are done already.
         at_once: Most judgements under way.
         on_record: Called with each record when it is written.
@@ -180,7 +216,7 @@ async def score_samples(
 
     async def write_oldest() -> None:
         sample, task = under_way.popleft()
-        record = make_record(sample, await task)
+        record = make_record(sample, await task, judged_by=judged_by(sample))
         output.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         output.flush()
         on_record(record)
@@ -188,14 +224,14 @@ async def score_samples(
     async with asyncio.TaskGroup() as judging:
         for position in range(start, len(samples)):
             sample = samples[position]
-            under_way.append((sample, judging.create_task(judger.judge(sample.state(position)))))
+            under_way.append((sample, judging.create_task(_judge(judger, sample.state(position)))))
             if len(under_way) >= at_once:
                 await write_oldest()
         while under_way:
             await write_oldest()
 
 
-def make_record(sample: Sample, state: RolloutState) -> dict[str, Any]:
+def make_record(sample: Sample, state: RolloutState, *, judged_by: str) -> dict[str, Any]:
     """Return what the output keeps of a sample."""
     return {
         **sample.columns,
@@ -204,7 +240,37 @@ def make_record(sample: Sample, state: RolloutState) -> dict[str, Any]:
         "sample": sample.number,
         "reward": state.reward,
         "judgement": state.extra_fields["judgement"],
+        "judged_by": judged_by,
     }
+
+
+async def _judge(judger: BaseJudger, state: RolloutState) -> RolloutState:
+    """Judge, and say how that ended where the judger, as one that owns the whole flow, does not."""
+    began = perf_counter()
+    judged = await judger.judge(state)
+    if "judgement" in judged.extra_fields:
+        return judged
+    name = judger.get_judger_name()
+    judgement = Judgement(judger=name, outcome=Outcome.OK, run_s=perf_counter() - began)
+    try:
+        judged.reward = check_reward(judged.reward, judger=name, sample=state.rollout_id)
+    except RewardValueError as error:
+        judged.reward, judgement = None, replace(judgement, outcome=Outcome.RAISED, error=error)
+    judged.extra_fields = {**judged.extra_fields, "judgement": judgement.record(state.rollout_id)}
+    return judged
+
+
+class _Digest:
+    """Names judgements by what their scores come from: the judger's settings, and the label."""
+
+    def __init__(self, config: JudgerConfigLike) -> None:
+        handlers = [_handler_names(leaf.reward_handler) for leaf in leaves(config)]
+        settings = _without(config.model_dump(mode="json"), _NOT_ABOUT_SCORES)
+        self._settings = _to_json([type(config).__qualname__, settings, handlers])
+
+    def __call__(self, sample: Sample) -> str:
+        text = self._settings + _to_json([sample.row.ground_truth, sample.row.data_source])
+        return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
 
 @dataclass
@@ -286,6 +352,58 @@ def _responses(value: Any, place: str) -> Iterator[str]:
                 yield from _responses(part, place)
             return
     raise DataError(f"{place} must be a text, a list of texts, or messages, got {value!r:.100}.")
+
+
+def _response_ids(ids: Any, number: int, count: int, place: str) -> list[int] | None:
+    """Return the tokens of one of a row's responses: the row's, or those at its place in a list for each of them."""
+    if ids is None:
+        return None
+    given = cast("list[Any]", ids) if isinstance(ids, list) else [ids]
+    lists = cast("list[list[Any]]", given) if all(isinstance(each, list) for each in given) and given else [given]
+    if len(lists) != count or not all(isinstance(token, int) for each in lists for token in each):
+        raise DataError(
+            f"{place}: response_ids must hold the tokens of {count} response(s), as a list of whole numbers for each, "
+            f"got {ids!r:.100}."
+        )
+    return lists[number]
+
+
+def _read_records(content: bytes, path: Path) -> list[dict[str, Any]]:
+    """Return the records of all whole lines; what stands behind the last one may be the beginning of another."""
+    *lines, rest = content.split(b"\n")
+    records: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = read_json(line)
+        except JsonTextError as error:
+            raise _no_record(path, number) from error
+        if not isinstance(record, dict):
+            raise _no_record(path, number)
+        records.append(cast("dict[str, Any]", record))
+    if rest and not rest.startswith(b"{"):
+        raise _no_record(path, len(lines) + 1)
+    return records
+
+
+def _no_record(path: Path, number: int) -> ConfigError:
+    return ConfigError(f"{path}, line {number} is no record of a judgement. Name another output.")
+
+
+def _handler_names(handler: object) -> list[str]:
+    handlers = cast("Sequence[object]", handler) if isinstance(handler, list) else [handler]
+    return [handler_name(one) for one in handlers]
+
+
+def _without(settings: Any, names: Collection[str]) -> Any:
+    """Return settings without some of them, on every level."""
+    if isinstance(settings, dict):
+        items = cast("dict[str, Any]", settings).items()
+        return {name: _without(value, names) for name, value in items if name not in names}
+    return settings
+
+
+def _to_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 def _is_record_of(record: Mapping[str, Any], sample: Sample) -> bool:

@@ -10,9 +10,10 @@ import pytest
 
 from tests.build import write_rows
 from xrl_lite.cli import EXIT_BELOW, EXIT_ERROR, EXIT_USAGE, main
-from xrl_lite.data import DataConfig
+from xrl_lite.data import DataConfig, RolloutState
 from xrl_lite.errors import DataError
-from xrl_lite.judger.score import read_samples
+from xrl_lite.judger import JUDGERS, BaseJudger, JudgerConfig
+from xrl_lite.judger.score import read_samples, score_samples
 
 
 def answers(num_rows: int = 6) -> list[dict[str, Any]]:
@@ -101,6 +102,64 @@ def test_an_output_of_other_samples_is_not_gone_on_with(data: Path, capsys: pyte
     write_rows(data, rows)
     assert main(["score", str(data), "--resume"]) == EXIT_USAGE
     assert "line 3 is not about the sample that stands there" in said(capsys)
+
+
+def test_records_of_other_settings_are_not_gone_on_with(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["score", str(data), "--judger", "gsm8k"]
+    assert main(arguments) == 0
+    output = data.with_suffix(".scored.jsonl")
+    output.write_text("".join(output.read_text().splitlines(keepends=True)[:3]))
+    assert main([*arguments, "--resume", "extra_info.score=2"]) == EXIT_USAGE
+    assert main(["score", str(data), "--judger", "exact_match", "--resume"]) == EXIT_USAGE
+    assert "judged by a judger with other settings, or against another label" in said(capsys)
+    assert len(records(output)) == 3
+    assert main([*arguments, "--resume", "max_pending=4", "request_timeout=5"]) == 0
+    assert len(records(output)) == 6
+
+
+def test_records_of_other_labels_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "q", "response": "1", "reward_model": {"ground_truth": "1"}, "data_source": "addition"}
+    data = write_rows(tmp_path / "answers.jsonl", [row])
+    assert main(["score", str(data)]) == 0
+    write_rows(data, [{**row, "reward_model": {"ground_truth": "2"}}])
+    assert main(["score", str(data), "--resume"]) == EXIT_USAGE
+    assert "against another label" in said(capsys)
+
+
+def test_an_output_that_was_cut_inside_of_a_character_is_gone_on_with(tmp_path: Path) -> None:
+    rows = [{**row, "question": f"{row['question']} \N{SNOWMAN}"} for row in answers(3)]
+    data = write_rows(tmp_path / "answers.jsonl", rows)
+    assert main(["score", str(data)]) == 0
+    output = data.with_suffix(".scored.jsonl")
+    whole = output.read_bytes()
+    output.write_bytes(whole[: whole.rfind("\N{SNOWMAN}".encode()) + 1])
+    assert main(["score", str(data), "--resume"]) == 0
+    assert [record["question"] for record in records(output)] == [row["question"] for row in rows]
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"hello\n", b"[1]\n", b"notes without an end"])
+def test_a_file_of_another_kind_is_left_alone(
+    data: Path, tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "notes.txt"
+    output.write_bytes(content)
+    arguments = ["score", str(data), "--output", str(output), "--resume"]
+    assert main(arguments) == EXIT_USAGE
+    assert "Name another output" in said(capsys)
+    assert output.read_bytes() == content
+
+
+def test_half_of_a_surrogate_pair_is_written_and_read_again(tmp_path: Path) -> None:
+    rows = answers(2)
+    rows[0]["response"] = "#### 1\ud83d"
+    data = tmp_path / "answers.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["score", str(data)]) == 0
+    output = data.with_suffix(".scored.jsonl")
+    assert records(output)[0]["response"] == "#### 1\ud83d"
+    output.write_text(output.read_text().partition("\n")[0] + "\n")
+    assert main(["score", str(data), "--resume"]) == 0
+    assert len(records(output)) == 2
 
 
 BROKEN = """
@@ -212,6 +271,79 @@ def test_responses_come_in_several_forms_and_need_no_prompt(
 ) -> None:
     samples = read_samples(DataConfig(path=write_rows(tmp_path / "rows.jsonl", [row])))
     assert [sample.response for sample in samples] == responses
+
+
+def test_each_response_has_its_own_tokens(tmp_path: Path) -> None:
+    row = {"label": "1", "responses": ["a", "b"], "response_ids": [[1], [2, 3]]}
+    samples = read_samples(DataConfig(path=write_rows(tmp_path / "rows.jsonl", [row])))
+    assert [sample.state(0).response_ids for sample in samples] == [[1], [2, 3]]
+    assert [sample.columns["response_ids"] for sample in samples] == [[1], [2, 3]]
+
+
+@pytest.mark.parametrize("ids", [[1, 2], [[1]], [[1], ["a"]], 3, "ab"])
+def test_tokens_that_do_not_fit_the_responses_are_refused(tmp_path: Path, ids: Any) -> None:
+    row = {"label": "1", "responses": ["a", "b"], "response_ids": ids}
+    with pytest.raises(DataError, match=r"row 0: response_ids must hold the tokens of 2 response"):
+        read_samples(DataConfig(path=write_rows(tmp_path / "rows.jsonl", [row])))
+
+
+READS_PROMPT = """
+def score(prompts, completions, **kwargs):
+    return [float(prompt == "1?") for prompt in prompts]
+"""
+
+
+def test_a_judger_that_reads_the_prompt_is_given_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rewards.py").write_text(READS_PROMPT)
+    data = write_rows(tmp_path / "rows.jsonl", [{"label": "1", "response": "a", "query": "1?", "promt": ""}])
+    arguments = ["score", str(data), "--judger", f"{tmp_path / 'rewards.py'}:score", "signature=trl"]
+    assert main(arguments) == EXIT_USAGE
+    shown = said(capsys)
+    assert "judger 'score' reads the prompt, which row 0 does not have. Did you mean 'promt'?" in shown
+    assert "--prompt-column" in shown
+    assert main([*arguments, "--prompt-column", "query"]) == 0
+    assert records(data.with_suffix(".scored.jsonl"))[0]["reward"] == {"score": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "reads_prompt"),
+    [
+        ("llm_judge", {"hosts": ["one:1"]}, True),
+        ("llm_judge", {"hosts": ["one:1"], "prompt_template": "{label} {response}"}, False),
+        ("compass_verifier_v2", {"hosts": ["one:1"]}, True),
+        ("reward_model_http", {"hosts": ["one:1"]}, True),
+        ("reward_model", {"model": "m"}, True),
+        ("gsm8k", {}, False),
+        ("verl", {}, False),
+        ("native", {"judger_name": "x", "signature": "trl", "reward_handler": lambda completions, **_: [1.0]}, False),
+        ("native", {"judger_name": "x", "signature": "areal", "reward_handler": lambda prompt, **_: 1.0}, True),
+        ("native", {"judger_name": "x", "signature": "openrlhf", "reward_handler": lambda queries, **_: 1.0}, True),
+    ],
+)
+def test_it_is_known_who_reads_the_prompt(kind: str, settings: dict[str, Any], reads_prompt: bool) -> None:
+    config = JUDGERS.resolve(kind).model_validate(settings)
+    assert isinstance(config, JudgerConfig)
+    assert config.reads_prompt() is reads_prompt
+
+
+class OwnFlow(BaseJudger):
+    """Owns the whole flow, and tells nobody how it ended."""
+
+    async def judge(self, rollout_state: RolloutState) -> RolloutState:
+        if rollout_state.response != "nothing":
+            rollout_state.reward = {"score": float(len(str(rollout_state.response)))}
+        return rollout_state
+
+
+async def test_a_judger_that_owns_the_whole_flow_is_counted(tmp_path: Path) -> None:
+    rows = [{"label": "1", "response": text} for text in ("abc", "nothing")]
+    samples = read_samples(DataConfig(path=write_rows(tmp_path / "rows.jsonl", rows)))
+    found: list[dict[str, Any]] = []
+    with (tmp_path / "out.jsonl").open("w") as output:
+        await score_samples(OwnFlow("own"), samples, output, judged_by=lambda _: "", on_record=found.append)
+    assert [record["reward"] for record in found] == [{"score": 3.0}, None]
+    assert [record["judgement"]["outcome"] for record in found] == ["ok", "raised"]
+    assert "must be a dict; it is None" in found[1]["judgement"]["error"]
 
 
 def test_a_response_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -151,6 +151,10 @@ class CompassVerifierV2Config(HostedJudgerConfig):
     def _template_can_be_filled(cls, template: str) -> str:
         return check_template(template, known=NAMES, needed=("llm_response",))
 
+    def reads_prompt(self) -> bool:
+        """Return whether the template shows the prompt."""
+        return "{question}" in self.prompt_template
+
     def build_local(self) -> Judger:
         """Return the judger; it asks no server yet."""
         return CompassVerifierV2(

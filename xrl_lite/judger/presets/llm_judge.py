@@ -293,6 +293,10 @@ class LlmJudgerConfig(HostedJudgerConfig):
         self.make_verdict()
         return self
 
+    def reads_prompt(self) -> bool:
+        """Return whether the template shows the prompt."""
+        return "{prompt}" in self.prompt_template or "{question}" in self.prompt_template
+
     def make_verdict(self) -> RewardHandler:
         """Return what reads the judge's text."""
         if self.verdict_parser is not None:

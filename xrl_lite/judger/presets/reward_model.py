@@ -164,6 +164,10 @@ class RewardModelJudgerConfig(JudgerConfig):
     )
     """The actors, each with a copy of the model. None loads it into this process."""
 
+    def reads_prompt(self) -> bool:
+        """Return True."""
+        return True
+
     @model_validator(mode="after")
     def _libraries_are_there(self) -> Self:
         missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
@@ -258,6 +262,10 @@ class ClassifyJudgerConfig(HostedJudgerConfig):
     @classmethod
     def _template_can_be_filled(cls, template: str) -> str:
         return check_template(template, known=("prompt", "response"), needed=("response",))
+
+    def reads_prompt(self) -> bool:
+        """Return whether the template shows the prompt."""
+        return "{prompt}" in self.input_template
 
     def build_local(self) -> Judger:
         """Return the judger; it asks no server yet."""
