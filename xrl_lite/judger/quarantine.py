@@ -87,5 +87,6 @@ def with_quarantine(statistics: Statistics, quarantine: Quarantine) -> Statistic
 
 
 def _digest(payload: Any) -> bytes:
-    data = cloudpickle.dumps(payload, protocol=5)  # as it takes what travels to workers, lambdas included
+    # as it takes what travels to workers, lambdas included
+    data = cloudpickle.dumps(payload, protocol=5)  # pyright: ignore[reportUnknownMemberType]
     return hashlib.blake2b(data, digest_size=16).digest()

@@ -49,7 +49,7 @@ def _as_plain(value: Any) -> Any:
     try:
         if hasattr(value, "dtype"):
             return value.item()
-        return float(value) if isinstance(value, Number) and not isinstance(value, int) else value
+        return float(cast("Any", value)) if isinstance(value, Number) and not isinstance(value, int) else value
     except (TypeError, ValueError, RuntimeError, OverflowError):  # several elements, or none; complex numbers
         return value
 

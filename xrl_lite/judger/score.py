@@ -251,7 +251,7 @@ async def _judge(judger: BaseJudger, state: RolloutState) -> RolloutState:
     if "judgement" in judged.extra_fields:
         return judged
     name = judger.get_judger_name()
-    judgement = Judgement(judger=name, outcome=Outcome.OK, run_s=perf_counter() - began)
+    judgement = Judgement(judger=name, outcome=Outcome.OK, run_s=perf_counter() - began, queue_s=0.0)
     try:
         judged.reward = check_reward(judged.reward, judger=name, sample=state.rollout_id)
     except RewardValueError as error:

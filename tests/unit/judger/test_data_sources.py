@@ -15,7 +15,8 @@ from xrl_lite.judger.presets.verl import default_compute_score
 
 
 def row(data_source: Any = "a", *, index: int = 0, **columns: Any) -> Row:
-    return Row(index=index, prompt=[], ground_truth="1", data_source=data_source, extra_info=columns)
+    prompt = [{"role": "user", "content": "q"}]
+    return Row(index=index, prompt=prompt, ground_truth="1", data_source=data_source, extra_info=columns)
 
 
 def trl(completions: Any, difficulty: Any, answer: Any, hint: Any = None, **kwargs: Any) -> list[float]:

@@ -283,7 +283,10 @@ class CodeJudger(Judger):
         def work(left: Sequence[AssertTest]) -> dict[str, Any]:
             return {"tests": [test.source for test in left]}
 
-        return await self._run_in_turns(ASSERT_RUNNER, code, tests, deadline, work=work, verdict=lambda *_: "")
+        def verdict(text: str, test: AssertTest) -> str:
+            return ""  # a test that failed has no line
+
+        return await self._run_in_turns(ASSERT_RUNNER, code, tests, deadline, work=work, verdict=verdict)
 
     async def _run_in_turns(
         self,
@@ -315,16 +318,16 @@ class CodeJudger(Judger):
             files = {"main.py": runner, "solution.py": code}
             result = await self._run(files, stdin=json.dumps(given), wall_time_s=left_s)
             whole_lines = split_lines(result.stdout.rpartition("\n")[0])
-            is_loaded, *said = [line.removeprefix(word) for line in whole_lines if line.startswith(word)] or [None]
-            for text, test in zip(said, tests[at:], strict=False):
+            said = [line.removeprefix(word) for line in whole_lines if line.startswith(word)]
+            for text, test in zip(said[1:], tests[at:], strict=False):
                 why = verdict(text, test)
                 passed += not why
                 reason = reason or (why and f"test {at}: {why}")
                 at += 1
-            if at < len(tests) and not (result.met_limit and said):
+            if at < len(tests) and not (result.met_limit and said[1:]):
                 reason = reason or f"test {at}: {_why(result)}"
                 at += 1
-            if is_loaded is None or (reason and not self._partial_credit):
+            if not said or (reason and not self._partial_credit):
                 return passed, reason
         return passed, reason or ("" if at == len(tests) else f"test {at}: no time left")
 
@@ -422,10 +425,9 @@ def _is_answer(answer: Any, test: CallTest) -> bool:
     values = cast("dict[str, Any]", answer) if isinstance(answer, dict) else dict[str, Any]()
     if "value" not in values:
         return False
-    right = [test.expected]
-    if test.may_be_wrapped and isinstance(test.expected, list) and len(cast("list[Any]", test.expected)) == 1:
-        right.append(test.expected[0])
-    return any(_same_value(values["value"], each) for each in right)
+    expected: object = test.expected
+    inner = cast("list[Any]", expected) if test.may_be_wrapped and isinstance(expected, list) else []
+    return _same_value(values["value"], expected) or (len(inner) == 1 and _same_value(values["value"], inner[0]))
 
 
 def _same_value(given: Any, expected: Any) -> bool:
