@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from xrl_lite.judger.handler import DEFAULT_CONCURRENCY
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import JudgementTimeoutError, RewardValueError
 
@@ -132,8 +133,9 @@ async def _open_client(
 ) -> AsyncGenerator[httpx.AsyncClient, None]:
     import httpx  # as above
 
-    no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # who asks has limits of his own
-    async with httpx.AsyncClient(timeout=timeout_s, transport=transport, limits=no_limits) as client:
+    # who asks has a limit of his own; looking for one of many idle connections costs more than to open another
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=DEFAULT_CONCURRENCY)
+    async with httpx.AsyncClient(timeout=timeout_s, transport=transport, limits=limits) as client:
         yield client
 
 
