@@ -198,7 +198,12 @@ class Judger(BaseJudger):
 
     async def trial(self, rollout_state: RolloutState) -> RolloutState:
         """Score one state without counting it, and raise whatever the reward code raises. For self-tests."""
-        output = await self._start(self.preprocess(rollout_state))
+        try:
+            output = await self._start(self.preprocess(rollout_state))
+        except BaseException as error:
+            if isinstance(error, Exception) or not _is_of_reward_code(error):
+                raise
+            raise ended_by(error) from error
         judged = self.postprocess(rollout_state, cast("JudgerOutput", output))
         judged.reward = check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
         return judged

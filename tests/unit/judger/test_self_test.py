@@ -135,6 +135,16 @@ def test_the_other_label_is_another_one(label: Any, wrong: str) -> None:
     assert other_label(label) == wrong
 
 
+async def exiting(response: str, label: Any, extra_info: Any) -> dict[str, Any]:
+    raise SystemExit(3)
+
+
+async def test_code_that_would_end_the_program_fails_its_test_alone() -> None:
+    config = JudgerConfig(judger_name="x", reward_handler=exiting, gold_template="{label}")
+    with pytest.raises(JudgerError, match=r"raised SystemExit\(3\), which would end more than this judgement"):
+        await self_test(config.build(), make_state())
+
+
 def test_a_label_of_any_length_has_another_one() -> None:
     number = "9" * 5000
     assert other_label(number) not in ("", number)
