@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import entry_points
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -23,6 +24,8 @@ T = TypeVar("T")
 
 EXTERNAL_MODULES_VARIABLE = "XRL_LITE_USE_EXTERNAL_MODULES"
 PLUGIN_GROUP = "xrl_lite.plugins"
+_USER_MODULE = "xrl_lite_user_"
+"""How the names of modules begin that were loaded from a file."""
 
 
 class Registry(Generic[T]):
@@ -75,7 +78,7 @@ class Registry(Generic[T]):
         for name, entry in self._table.items():
             if entry is component or entry == path:
                 return name
-        return path
+        return path_of(component) or path
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._table))
@@ -112,6 +115,28 @@ def load_object(path: str) -> Any:
             names = [name for name in vars(module) if not name.startswith("_")]
             raise PluginError(f"{module_name} has no {attribute!r}.{did_you_mean(part, names)}") from error
     return found
+
+
+def path_of(component: object) -> str | None:
+    """Return the path by which `load_object` finds a function, a class or an instance in any process; None if none."""
+    module = sys.modules.get(str(getattr(component, "__module__", None)))
+    if module is None:
+        return None
+    names = [
+        getattr(component, "__qualname__", ""),
+        *(name for name, value in vars(module).items() if value is component),
+    ]
+    name = next((name for name in names if _attribute(module, name) is component), None)
+    is_of_a_file = module.__name__ == "__main__" or module.__name__.startswith(_USER_MODULE)
+    where = getattr(module, "__file__", None) if is_of_a_file else module.__name__
+    return f"{where}:{name}" if where and name else None
+
+
+def _attribute(module: ModuleType, name: str) -> object:
+    try:
+        return attrgetter(name)(module)
+    except AttributeError:
+        return None
 
 
 def load_plugins(environment: Mapping[str, str] = os.environ) -> list[str]:
@@ -170,7 +195,7 @@ def load_file(path: Path) -> ModuleType:
     if not resolved.is_file():
         raise PluginError(f"Cannot load {path}: there is no such file (looked for {resolved}).")
     # one module per file: loading it twice must give the same classes
-    name = f"xrl_lite_user_{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
+    name = f"{_USER_MODULE}{resolved.stem}_{hashlib.sha256(str(resolved).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, resolved)

@@ -10,8 +10,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeAlias, cast
 
 from pydantic import (
@@ -29,10 +28,19 @@ from xrl_lite.errors import ConfigError, did_you_mean
 from xrl_lite.judger.adapters import ADAPTERS, RewardAdapter, adapt
 from xrl_lite.judger.base import Judger
 from xrl_lite.judger.choice import AnyJudgerConfig
-from xrl_lite.judger.handler import DEFAULT_CONCURRENCY, SyncIn, is_async, is_url, load_handler, load_handlers
+from xrl_lite.judger.handler import (
+    DEFAULT_CONCURRENCY,
+    SyncIn,
+    handler_name,
+    is_async,
+    is_url,
+    load_handler,
+    load_handlers,
+)
 from xrl_lite.judger.merge import WeightedMerge
 from xrl_lite.judger.outcome import JudgementPolicy, OnError
 from xrl_lite.judger.rate_limit import RateLimit
+from xrl_lite.registry import path_of
 from xrl_lite.settings import Settings
 
 if TYPE_CHECKING:
@@ -49,24 +57,43 @@ RewardCode: TypeAlias = CallableOrPath | list[CallableOrPath] | None
 """Reward code, or several functions."""
 
 
-class _DumpsWhatLoads(Settings):
-    """Leaves out of dumps what JSON cannot hold, so that a dumped config loads again."""
+NOT_SAVED = "__not_saved__"
+"""Only key of the mapping that a dump has in place of what no file can hold; its value says what it was."""
 
-    _only_if_plain: ClassVar[tuple[str, ...]] = ()
+
+class _DumpsWhatLoads(Settings):
+    """Dumps code as the path to it, and what no file can hold as a mark, which is refused when it is loaded."""
+
+    _code: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold callables or paths to them."""
+
+    _values: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold whatever the user's code is given."""
 
     @model_serializer(mode="wrap")
     def _dump(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
         values = cast("dict[str, Any]", dump(self))
-        for name in self._only_if_plain:
+        for name in (*self._code, *self._values):
             value = getattr(self, name)
             is_default = value == type(self).model_fields[name].get_default(call_default_factory=True)
-            if (
-                _is_plain(value)
-                and not (is_default and info.exclude_defaults)
-                and not (value is None and info.exclude_none)
-            ):
-                values[name] = value
+            if (is_default and (info.exclude_defaults or callable(value))) or (value is None and info.exclude_none):
+                continue
+            values[name] = _code_as_paths(value) if name in self._code else _as_json(value)
         return values
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nothing_is_missing(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = cast("Mapping[str, Any]", data)
+        for name in (*cls._code, *cls._values):
+            for place, kind in _marks(given.get(name), name):
+                raise ConfigError(
+                    f"{place} is not in this file: it was of type {kind}, given in Python. Set it here or by an "
+                    f"override, or use the .py file that it was given in."
+                )
+        return given
 
 
 class JudgerConfig(_DumpsWhatLoads):
@@ -75,7 +102,8 @@ class JudgerConfig(_DumpsWhatLoads):
     Subclass it and override `build_local` to run a judger of your own in the same places.
     """
 
-    _only_if_plain = ("reward_handler", "extra_info", "reward_kwargs")
+    _code = ("reward_handler",)
+    _values = ("extra_info", "reward_kwargs")
 
     judger_name: str
     """Name in messages, metrics and worker logs."""
@@ -239,7 +267,7 @@ class JudgerConfig(_DumpsWhatLoads):
 class ComposedJudgerConfig(_DumpsWhatLoads):
     """Several judgers, picked and merged by the data source of each sample."""
 
-    _only_if_plain = ("merge_fn",)
+    _code = ("merge_fn",)
 
     branches: dict[str, AnyJudgerConfig]
     """Judgers by the names that data sources use."""
@@ -301,9 +329,41 @@ def leaves(config: JudgerConfigLike) -> list[JudgerConfig]:
     return [leaf for branch in config.branches.values() for leaf in leaves(branch)]
 
 
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+def _code_as_paths(code: Any) -> Any:
+    if isinstance(code, list):
+        return [_code_as_paths(each) for each in cast("list[Any]", code)]
+    if code is None or isinstance(code, str):
+        return code
+    return path_of(code) or _mark(f"{type(code).__name__} ({handler_name(code)}) without a name of its own")
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as JSON has it, with a mark in place of each part that JSON cannot hold."""
+    if isinstance(value, dict):
+        items = cast("dict[object, Any]", value).items()
+        return {key if _is_plain(key) else str(key): _as_json(each) for key, each in items}
+    if isinstance(value, list | tuple):
+        return [_as_json(each) for each in cast("Sequence[Any]", value)]
+    return value if _is_plain(value) else _mark(type(value).__qualname__)
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or type(value) in (str, int, float, bool)
+
+
+def _mark(kind: str) -> dict[str, str]:
+    return {NOT_SAVED: kind}
+
+
+def _marks(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Yield place and kind of each part of a value that could not be dumped."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value)
+        if list(items) == [NOT_SAVED]:
+            yield place, items[NOT_SAVED]
+            return
+        for name, each in items.items():
+            yield from _marks(each, f"{place}.{name}")
+    if isinstance(value, list):
+        for number, each in enumerate(cast("list[Any]", value)):
+            yield from _marks(each, f"{place}.{number}")

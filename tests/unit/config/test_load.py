@@ -16,6 +16,7 @@ from xrl_lite.config.check import check_data, check_user_code
 from xrl_lite.config.describe import describe
 from xrl_lite.config.run_config import RunConfig
 from xrl_lite.errors import ConfigError, PluginError
+from xrl_lite.judger import JudgerConfig
 from xrl_lite.run import build_callback
 
 
@@ -349,6 +350,76 @@ def test_python_config_takes_overrides(tmp_path: Path) -> None:
     assert config.trainer.num_steps == 2
     assert config.task.sampler_config.prompt_repeat_k == 4
     assert "Did you mean 'num_steps'?" in refusal(path, "trainer.num_step=2")
+
+
+CODE_IN_A_CONFIG = """
+from functools import partial
+from pathlib import Path
+from tests.build import run_config
+from xrl_lite.judger import JudgerConfig
+
+class Mine(JudgerConfig):
+    pass
+
+class Scorer:
+    def __call__(self, response, label, extra_info):
+        return {{"score": 0.5}}
+
+def mine(response, label, extra_info):
+    return {{"score": 1.0}}
+
+def verl(data_source, solution_str, ground_truth, extra_info=None, f=None):
+    return 1.0
+
+scorer, by_lambda = Scorer(), lambda response, label, extra_info: {{"score": 0.0}}
+judger = {judger}
+config = run_config(Path(__file__).parent, Path("model"), **{{"task.judger_config": judger}})
+"""
+
+
+def dumped_judger(folder: Path, judger: str) -> tuple[Path, dict[str, Any]]:
+    """Return the dump of a .py config with a judger, and what it holds of that."""
+    source, dumped = folder / "mine.py", folder / "dumped.yaml"
+    source.write_text(CODE_IN_A_CONFIG.format(judger=judger))
+    dumped.write_text(dump_config(load_config(source)))
+    return dumped, yaml.safe_load(dumped.read_text())["task"]["judger_config"]
+
+
+@pytest.mark.parametrize("name", ["mine", "scorer", "by_lambda"])
+def test_code_of_a_python_config_is_dumped_as_the_path_to_it(tmp_path: Path, name: str) -> None:
+    dumped, judger = dumped_judger(tmp_path, f'Mine(judger_name="m", reward_handler={name})')
+    assert (judger["type"], judger["reward_handler"]) == (f"{tmp_path}/mine.py:Mine", f"{tmp_path}/mine.py:{name}")
+    again = load_config(dumped).task.judger_config
+    assert isinstance(again, JudgerConfig)
+    assert (type(again).__name__, again.reward_handler) == ("Mine", f"{tmp_path}/mine.py:{name}")
+
+
+@pytest.mark.parametrize(
+    ("judger", "place", "kind", "cure"),
+    [
+        (
+            '"m", reward_handler=partial(mine)',
+            "reward_handler",
+            "partial (mine)",
+            "reward_handler={folder}/mine.py:mine",
+        ),
+        ('"m", reward_handler=Scorer()', "reward_handler", "Scorer (Scorer)", "reward_handler={folder}/mine.py:mine"),
+        ('"m", reward_handler=mine, extra_info={"a": 2.0, "b": [{"c"}]}', "extra_info.b.0", "set", "extra_info.b=[c]"),
+        (
+            '"m", reward_handler=verl, signature="verl", reward_kwargs={"f": mine}',
+            "reward_kwargs.f",
+            "function",
+            "reward_kwargs={{}}",
+        ),
+    ],
+)
+def test_what_a_dump_cannot_hold_is_refused_until_it_is_given_again(
+    tmp_path: Path, judger: str, place: str, kind: str, cure: str
+) -> None:
+    dumped, held = dumped_judger(tmp_path, f"JudgerConfig(judger_name={judger})")
+    assert held["extra_info"].get("a") == (2.0 if "extra_info" in judger else None)
+    assert f"task.judger_config: {place} is not in this file: it was of type {kind}" in refusal(dumped)
+    load_config(dumped, [f"task.judger_config.{cure.format(folder=tmp_path)}"])
 
 
 def test_every_setting_is_described() -> None:

@@ -21,6 +21,7 @@ from xrl_lite.judger import (
     JudgerConfig,
     NativeJudger,
 )
+from xrl_lite.judger.config import NOT_SAVED
 from xrl_lite.judger.handler import handler_name, is_async
 from xrl_lite.settings import Settings, explain
 
@@ -200,12 +201,13 @@ class TestAnyJudgerConfig:
             holder = Holder(judger=judger)
             assert Holder.model_validate(holder.model_dump(mode=mode)) == holder
 
-    def test_what_json_cannot_hold_is_left_out(self) -> None:
-        dumped = JudgerConfig(judger_name="x", reward_handler=exact, extra_info={"lock": object()}).model_dump(
-            mode="json"
-        )
-        assert "reward_handler" not in dumped
-        assert "extra_info" not in dumped
+    def test_what_json_cannot_hold_is_marked_and_the_mark_is_refused(self) -> None:
+        config = JudgerConfig(judger_name="x", reward_handler=exact, extra_info={"lock": object(), "factor": 2})
+        dumped = config.model_dump(mode="json")
+        assert dumped["reward_handler"] == f"{exact.__module__}:exact"
+        assert dumped["extra_info"] == {"lock": {NOT_SAVED: "object"}, "factor": 2}
+        with pytest.raises(ValidationError, match=r"extra_info\.lock is not in this file: it was of type object"):
+            JudgerConfig.model_validate(dumped)
 
     def test_an_unknown_type_names_the_closest(self) -> None:
         with pytest.raises(ValueError, match=r"Unknown judger 'gms8k'\. Did you mean 'gsm8k'"):

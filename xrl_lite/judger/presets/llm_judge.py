@@ -275,7 +275,7 @@ class LlmJudgerConfig(HostedJudgerConfig):
     extra_body: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Further parts of the request, for example {top_p: 1}."""
 
-    _only_if_plain = (*JudgerConfig._only_if_plain, "verdict_parser")
+    _code = (*JudgerConfig._code, "verdict_parser")
 
     @field_validator("prompt_template")
     @classmethod
