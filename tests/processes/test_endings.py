@@ -310,6 +310,23 @@ async def test_a_constructor_that_hangs_is_ended(system: ActorSystem) -> None:
         await call
 
 
+async def test_a_fork_server_that_hangs_while_it_imports_holds_no_name_and_no_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hangs_when_imported.py").write_text("import time; time.sleep(600)")
+    monkeypatch.syspath_prepend(tmp_path)
+    async with ActorSystem(num_cpus=2) as system:
+        hanging = system.spawn(
+            bodies.Victim, name="a", num_cpus=2, preload=["hangs_when_imported"], start_timeout_s=0.5
+        )
+        with pytest.raises(ActorTimeoutError, match=r"'a' has no process after 5 s(?s:.*)hangs_when_imported"):
+            await hanging.ready()
+        await hanging.stop()
+        stopped = system.spawn(bodies.Victim, name="a", num_cpus=2, preload=["hangs_when_imported"])
+        await stopped.stop(0.0)
+        assert await system.spawn(bodies.Victim, name="a", num_cpus=2).ping.remote() == "pong"
+
+
 @pytest.mark.parametrize(("how", "code"), [("die", 7), ("exit", 8)])
 async def test_a_constructor_that_ends_the_process_is_told(system: ActorSystem, how: str, code: int) -> None:
     handle = system.spawn(bodies.Stubborn, how)

@@ -190,6 +190,16 @@ def timeout_error(spec: ActorSpec, call: Call, stack: str = "", *, silent_s: flo
     return error
 
 
+def unborn_error(spec: ActorSpec, waited_s: float) -> ActorTimeoutError:
+    """The error of an actor whose process was not there in time."""
+    modules = f" (it imports {', '.join(spec.preload)})" if spec.preload else ""
+    error = ActorTimeoutError(
+        f"Actor {spec.name!r} has no process after {waited_s:g} s: the fork server is not ready{modules}. "
+        f"Raise start_timeout_s if that takes so long, or look at what hangs; the log of the fork server may tell."
+    )
+    return _of(spec, error)
+
+
 def died_error(spec: ActorSpec, how: str, *, running: str = "", log: str = "", tail: str = "") -> ActorDiedError:
     """The error of a call whose process died."""
     lines = [f"Actor {spec.name!r} died: {how}{running}."]

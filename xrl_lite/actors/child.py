@@ -78,7 +78,9 @@ class Child:
         self._has_vanished = False
         self._timers: list[asyncio.TimerHandle] = []
         fds = (*link.childs_ends(), os.dup(self.page.fd), os.dup(log_fd))
-        server.fork(Birth(request, fds, self._forked, self._exited))
+        self._server = server
+        self._birth = Birth(request, fds, self._forked, self._exited)
+        server.fork(self._birth)
 
     @property
     def is_ending(self) -> bool:
@@ -89,6 +91,8 @@ class Child:
         """End the process at once, because of `reason`; the first one counts, unless it has ended by itself."""
         if not self._kill_reason and not self._has_vanished:
             self._kill_reason, self._deliberate = reason, deliberate
+        if self.pid is None:
+            self._server.withdraw(self._birth)
         self.signal(signal.SIGKILL)
 
     def signal(self, number: signal.Signals) -> None:

@@ -32,7 +32,7 @@ logger = get_logger(__name__)
 _MESSAGE_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Birth:
     """Whom to tell about one child."""
 
@@ -79,13 +79,25 @@ class ForkServer:
         if self._ready:
             self._send()
 
+    def withdraw(self, birth: Birth) -> None:
+        """Ask for a child no more, if it was not asked for yet; what it is told then is that the child has ended."""
+        if birth in self._waiting:
+            self._waiting.remove(birth)
+            del self._births[birth.request.token]
+            for fd in birth.fds:
+                os.close(fd)
+            self._hub.post(birth.on_exited, None, "")
+
     def close(self, on_end: Callable[[], None]) -> None:
         """Let it end all its children and itself; `on_end` is called when it is gone."""
         if not self.alive:
             on_end()
             return
         self._on_end.append(on_end)
-        self._stop_listening()
+        if self._ready:
+            self._stop_listening()
+        else:  # it has no children, and does not listen while it imports
+            self.kill()
 
     def kill(self) -> None:
         """End it at once. Its children die with it, by order of the kernel."""

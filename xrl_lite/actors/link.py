@@ -144,6 +144,9 @@ class Link:
         self.poller = loop
         if loop in self._registered:
             return
+        for other in list(self._registered):
+            if other.is_closed():  # it has let go of all descriptors itself
+                self._registered.discard(other)
         if loop is self._hub.loop:
             self._hub.post(self._register, loop)
         else:

@@ -35,6 +35,7 @@ from xrl_lite.actors.actor import (
     restarts_used_up_error,
     timeout_error,
     unavailable_error,
+    unborn_error,
 )
 from xrl_lite.actors.child import Child, Death
 from xrl_lite.actors.desk import CONSTRUCTOR, Desk
@@ -71,6 +72,8 @@ _DUMP_ENDS = ("in become_actor\n", "\n  ...\n")
 """How what ``faulthandler`` writes ends: the main thread comes last, down to our own frame or as far as it shows."""
 _BEATS_MISSED_S = 1.5 * HEARTBEAT_S
 _RELAY_EVERY_S = 0.5
+_BORN_WITHIN_S = 5.0
+"""The least that a fork server gets to start and to fork, however little time the constructor has."""
 
 _tokens = itertools.count(1)
 
@@ -541,12 +544,18 @@ class ProcessActor:
     def _watch(self, child: Child) -> None:
         """Look now and then at what no event tells: memory, and whether the child's loop still turns."""
         loop = self._hub.loop
+        born_within_s = max(self._spec.start_timeout_s, _BORN_WITHIN_S)
+        self._watchers["birth"] = loop.call_later(born_within_s, self._check_born, child, born_within_s)
         self._watchers["output"] = loop.call_later(_RELAY_EVERY_S, self._watch_output)
         if self._spec.memory_bytes is not None:
             self._watchers["memory"] = loop.call_later(
                 _MEMORY_EVERY_S, self._watch_memory, child, self._spec.memory_bytes
             )
         self._watchers["heartbeat"] = loop.call_later(self._heartbeat_timeout_s / 4, self._watch_heartbeat, child)
+
+    def _check_born(self, child: Child, waited_s: float) -> None:
+        if child.pid is None:
+            self._constructor_failed(child, lambda: unborn_error(self._spec, waited_s))
 
     def _watch_output(self) -> None:
         self._relay_output()

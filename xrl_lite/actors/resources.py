@@ -98,6 +98,8 @@ class AcceleratorResourcesConfig(_ResourcesConfig):
     ) -> Self:
         """Return the config that divides totals among `num_workers`. `total_accelerators` is by default one for each.
 
+        CPUs are divided in thousandths and rounded down, so that the parts fit into the whole.
+
         Raises:
             ValueError: the accelerators cannot be divided evenly.
         """
@@ -107,7 +109,7 @@ class AcceleratorResourcesConfig(_ResourcesConfig):
         return cls(
             accelerator=accelerator,
             num_workers=num_workers,
-            num_cpus_per_worker=total_cpus / num_workers,
+            num_cpus_per_worker=milli_cpus(total_cpus) // num_workers / MILLI,
             cpu_memory_per_worker=total_cpu_memory // num_workers,
             num_accelerators_per_worker=total // num_workers,
             pg_pack_strategy=pg_pack_strategy,

@@ -215,7 +215,7 @@ class ActorSystem:
                 main thread ("interrupt"), which keeps the actor's state.
             env: Environment variables for the child, on top of those that this process has now.
             preload: Modules that the fork server imports once for all children with the same list.
-            start_timeout_s: Seconds that the constructor may take.
+            start_timeout_s: Seconds that the constructor may take; and, before it, the fork server with its imports.
 
         Raises:
             ResourceError: not that much is left; the message says who holds what.

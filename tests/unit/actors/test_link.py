@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -34,6 +35,19 @@ def in_hub(hub: Hub, function: Callable[[], Link | None]) -> Link | None:
     done: Future[Link | None] = Future()
     hub.post(lambda: done.set_result(function()))
     return done.result(LIMIT_S)
+
+
+def test_loops_that_were_closed_are_forgotten(hub: Hub) -> None:
+    link = in_hub(hub, lambda: Link(hub, 4, on_readable=_ignore, on_writable=_ignore, on_broken=_ignore))
+    assert link is not None
+
+    async def poll() -> None:
+        link.poll_from(asyncio.get_running_loop())
+
+    for _ in range(5):
+        asyncio.run(poll())
+    assert len(link._registered) <= 2, "the hub's, and the last one"  # pyright: ignore[reportPrivateUsage]
+    in_hub(hub, link.close)
 
 
 def test_two_threads_that_find_a_link_unused_close_it_once(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,12 @@ def test_totals_are_divided_among_workers() -> None:
         )
 
 
+def test_parts_of_a_total_that_does_not_divide_fit_into_it() -> None:
+    config = AcceleratorResourcesConfig.from_total(num_workers=3, total_cpus=8, total_cpu_memory=8 * GIB)
+    with ActorSystem(num_cpus=8, backend="inline", accelerators=["0", "1", "2"]).reserve(config.bundles) as group:
+        assert [spec["CPU"] for spec in group.bundle_specs] == [2.666] * 3
+
+
 async def test_the_manager_tells_what_others_hold(system: ActorSystem, caplog: pytest.LogCaptureFixture) -> None:
     system.spawn(NaiveCPUWorker, None, num_cpus=5)
     with caplog.at_level("INFO", logger="xrl_lite"):
