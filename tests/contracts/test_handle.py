@@ -115,6 +115,21 @@ async def test_async_methods_run_side_by_side(concurrent: ActorHandle) -> None:
     assert await asyncio.gather(*(concurrent.meet.remote(8) for _ in range(8))) == [8] * 8
 
 
+async def test_what_sync_methods_return_to_be_awaited_runs_side_by_side(
+    system: ActorSystem, concurrent: ActorHandle
+) -> None:
+    if system.backend == "ray":
+        pytest.skip("Ray awaits it in the one thread of the sync methods")
+    assert await asyncio.gather(*(concurrent.meet_by_sync.remote(8) for _ in range(8))) == [8] * 8
+    call = concurrent.forever_by_sync.remote()
+    async with asyncio.timeout(LIMIT_S):
+        while await concurrent.count_running.remote() == 0:
+            pass
+    call.cancel()
+    await until_cancelled(concurrent)
+    assert concurrent.restarts == 0
+
+
 async def test_async_methods_are_bounded_by_max_concurrency(system: ActorSystem) -> None:
     handle = system.spawn(bodies.Concurrent, max_concurrency=3)
     results = await asyncio.gather(*(handle.meet.remote(3) for _ in range(6)))

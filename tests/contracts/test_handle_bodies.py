@@ -185,6 +185,19 @@ class Concurrent:
             self.cancelled += 1
             raise
 
+    def meet_by_sync(self, count: int) -> Any:
+        return self.meet(count)
+
+    def forever_by_sync(self) -> Any:
+        async def forever() -> None:
+            self.running += 1
+            await self.forever()
+
+        return forever()
+
+    async def count_running(self) -> int:
+        return self.running
+
     async def count_cancelled(self) -> int:
         return self.cancelled
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import os
 import re
 import resource
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, ClassVar
 
 
 class Victim:
@@ -172,6 +174,29 @@ class Keeper(Victim):
         return self.count
 
 
+def _blocking(function: Callable[..., Coroutine[Any, Any, str]]) -> Callable[..., str]:
+    @functools.wraps(function)
+    def call(*args: Any) -> str:
+        return asyncio.run(function(*args))
+
+    return call
+
+
+class SlowToRebuild:
+    """Takes a while to be unpickled, as what needs a large module to be imported."""
+
+    rebuilt: ClassVar[list[str]] = []
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __setstate__(self, state: dict[str, str]) -> None:
+        with open(state["path"], "w"):
+            self.rebuilt.append("begun")
+        time.sleep(0.2)
+        self.rebuilt.append("done")
+
+
 class Mixed:
     """Sync and async methods."""
 
@@ -201,6 +226,11 @@ class Mixed:
         self.begun.set()
         time.sleep(seconds)
         return seconds
+
+    @_blocking
+    async def ping_in_a_loop_of_its_own(self) -> str:
+        await asyncio.sleep(0)
+        return "pong"
 
     async def sync_has_begun(self) -> bool:
         return self.begun.is_set()

@@ -193,6 +193,20 @@ async def test_an_interrupted_call_leaves_state_and_process_alone(
     assert await keeper.process_id.remote() == before
 
 
+async def test_an_interrupt_waits_until_the_arguments_are_there(keeper: ActorHandle, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    call = keeper.echo.remote(bodies.SlowToRebuild(str(begun)))
+    await until(begun.exists)
+    call.cancel()
+    seen = await keeper.evaluate.remote("SlowToRebuild.rebuilt")
+    assert seen == ["begun", "done"]
+    assert keeper.restarts == 0
+
+
+async def test_a_sync_wrapper_of_an_async_function_runs_in_the_main_thread(mixed: ActorHandle) -> None:
+    assert await mixed.ping_in_a_loop_of_its_own.remote() == "pong"
+
+
 async def test_a_call_that_cannot_be_interrupted_is_ended_with_its_process(keeper: ActorHandle) -> None:
     assert await keeper.add.remote() == 1
     with pytest.raises(ActorTimeoutError):

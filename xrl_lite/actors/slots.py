@@ -70,6 +70,11 @@ class SlotPage:
         self._words[at] = time.monotonic_ns() << _KIND_BITS | kind
         return not self._words[at + 1]
 
+    def turn_async(self, slot: int) -> None:
+        """Note that what is left of the call is awaited (child)."""
+        at = 1 + slot * _WORDS_PER_SLOT
+        self._words[at] = self._words[at] >> _KIND_BITS << _KIND_BITS | MethodKind.ASYNC
+
     def started_ns(self, slot: int) -> int:
         """When the call began, 0 if it has not (driver)."""
         return self._words[1 + slot * _WORDS_PER_SLOT] >> _KIND_BITS

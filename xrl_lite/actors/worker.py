@@ -156,9 +156,11 @@ class _SyncRunner:
 
     def __init__(self, target: Any, page: SlotPage) -> None:
         self.target = target
-        self.await_result: Callable[[Awaitable[Any]], Any] = lambda awaitable: asyncio.run(_await(awaitable))
+        self.hand_over: Callable[[Frame, str, Awaitable[Any]], None] | None = None
+        """Takes what a method returned to be awaited, and replies some time. Without it that is awaited right here."""
         self._page = page
         self._running: int | None = None
+        self._was_asked = False
         self.num_begun = 0
 
     def interrupt(self, _signal: int, _frame: FrameType | None) -> None:
@@ -166,19 +168,25 @@ class _SyncRunner:
         if self._running is not None and self._page.cancelled(self._running):
             self._running = None
             raise CallInterrupted
+        self._was_asked = True
 
-    def run(self, frame: Frame, work: Work | None = None) -> Outcome:
-        """Run one call to its end and return what to reply."""
+    def run(self, frame: Frame, work: Work | None = None) -> Outcome | None:
+        """Run one call to its end and return what to reply; None if somebody else will."""
         self.num_begun += 1
         if not self._page.start(frame.slot, MethodKind.SYNC):
             return Kind.CANCELLED, EMPTY
         try:
+            # not to be interrupted: a module that is imported for the arguments would stay half of itself
+            name, args, kwargs = unpack(frame.packed) if work is None else (work.name, work.args, work.kwargs)
             self._running = frame.slot
             try:
-                name, args, kwargs = unpack(frame.packed) if work is None else (work.name, work.args, work.kwargs)
+                if self._was_asked and self._page.cancelled(frame.slot):
+                    return Kind.CANCELLED, EMPTY
                 result = getattr(self.target, name)(*args, **kwargs)
                 if type(result) not in _PLAIN and inspect.isawaitable(result):
-                    result = self.await_result(result)
+                    if self.hand_over is not None:
+                        return self.hand_over(frame, name, result)
+                    result = asyncio.run(_await(result))
             finally:
                 self._running = None
         except CallInterrupted:
@@ -205,8 +213,8 @@ def _run_what_comes(line: _Line, runner: _SyncRunner) -> bool:
     for frame in frames:
         if frame.kind is Kind.STOP:
             return False
-        if frame.kind is Kind.CALL:
-            line.reply(frame, runner.run(frame))
+        if frame.kind is Kind.CALL and (outcome := runner.run(frame)) is not None:
+            line.reply(frame, outcome)
     return True
 
 
@@ -233,7 +241,7 @@ class _LoopWorker:
         """Counted by the loop; the main thread counts those that it has taken, and those that it has begun."""
         self._num_sync_taken = 0
         self._reaper = Reaper()
-        runner.await_result = self._await_on_loop
+        runner.hand_over = self._hand_over
         line.share()
 
     def run(self) -> None:
@@ -242,8 +250,9 @@ class _LoopWorker:
         thread.start()
         while (work := self._sync.get()) is not None:
             self._note_taken()
-            self._line.reply(work.frame, self._runner.run(work.frame, work))
-            del work
+            if (outcome := self._runner.run(work.frame, work)) is not None:
+                self._line.reply(work.frame, outcome)
+            del work, outcome
         self._loop.call_soon_threadsafe(self._loop.stop)
         thread.join(timeout=1.0)
 
@@ -303,7 +312,8 @@ class _LoopWorker:
         except Exception as error:  # noqa: BLE001 arguments of a user's class may raise anything while they are rebuilt
             self._line.reply(frame, (Kind.ERROR, pack_failure(describe(error, skip_frames=1))))
             return
-        self._waiting.append((work, method if _is_async(method) else None))
+        # a sync wrapper of an async function is called where sync methods are: it may do anything
+        self._waiting.append((work, method if inspect.iscoroutinefunction(method) else None))
         self._begin_waiting()
 
     def _begin_waiting(self) -> None:
@@ -360,8 +370,14 @@ class _LoopWorker:
         self._line.reply(frame, (Kind.CANCELLED, EMPTY) if task.cancelled() else task.result())
         self._begin_waiting()
 
-    def _await_on_loop(self, awaitable: Awaitable[Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(_await(awaitable), self._loop).result()
+    def _hand_over(self, frame: Frame, name: str, awaitable: Awaitable[Any]) -> None:
+        self._loop.call_soon_threadsafe(self._adopt, Work(frame, name, (), {}), awaitable)
+
+    def _adopt(self, work: Work, awaitable: Awaitable[Any]) -> None:
+        """Go on with what a sync method returned as with an async method that has just come first."""
+        self._page.turn_async(work.frame.slot)
+        self._waiting.appendleft((work, lambda: awaitable))
+        self._begin_waiting()
 
 
 def unpack_call(frame: Frame) -> Work:
