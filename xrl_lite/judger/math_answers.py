@@ -140,8 +140,16 @@ def _long_fraction(match: re.Match[str]) -> str:
 
 def _brackets(text: str) -> str:
     """Return the brackets around a tidied text, those of an interval that is half open as well; or nothing."""
-    pair = text.removeprefix("\\")[:1] + text[-1:]
-    return pair if len(text) > 1 and (pair == "{}" or (pair[0] in "([" and pair[1] in ")]")) else ""
+    text = text.removeprefix("\\")
+    pair = text[:1] + text[-1:]
+    if len(text) < 2 or not (pair == "{}" or (pair[0] in "([" and pair[1] in ")]")):
+        return ""
+    depth = 0
+    for sign in text[:-1]:
+        depth += (sign in "([{") - (sign in ")]}")
+        if depth == 0:  # they belong to different parts, as in (0,1) and [2,3]
+            return ""
+    return pair
 
 
 def _differ(one: str, other: str) -> bool:
