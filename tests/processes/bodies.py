@@ -66,6 +66,10 @@ class Victim:
             file.write("begun")
         time.sleep(seconds)
 
+    def wait_for(self, path: str) -> None:
+        while not os.path.exists(path):
+            time.sleep(0.005)
+
     def large_result(self, size: int) -> bytes:
         return b"r" * size
 

@@ -501,23 +501,32 @@ async def test_the_environment_and_threads_of_a_child(system: ActorSystem) -> No
     await handle.stop()
 
 
-async def test_memory_that_nobody_reads_is_used_again(victim: ActorHandle) -> None:
+async def test_memory_that_nobody_reads_is_used_again(victim: ActorHandle, tmp_path: Path) -> None:
     data = bytes(100_000)
-    ours: list[int] = []
-    theirs: list[int] = []
-    for _ in range(4):
-        blocker = victim.sleep.remote(0.05)
+
+    async def use_memory(number: int) -> None:
+        may_end = tmp_path / str(number)
+        blocker = victim.wait_for.remote(str(may_end))
         cancelled = [victim.echo.remote(data) for _ in range(20)]
         for call in cancelled:
             call.cancel()
+        await until(lambda: victim.statistics()["num_cancelled"] == 20 * (number + 1))  # none of them begins
+        may_end.touch()
         await blocker
         unread = [victim.large_result.remote(100_000) for _ in range(20)]
         await victim.ping.remote()
         del call, cancelled, unread
-        ours.append(len(os.listdir("/proc/self/fd")))
-        theirs.append(await victim.open_descriptors.remote())
-    assert ours[3] <= ours[1]
-    assert theirs[3] <= theirs[1]
+
+    for number in range(2):
+        await use_memory(number)
+    here, there = len(os.listdir("/proc/self/fd")), await victim.open_descriptors.remote()
+    for number in range(2, 4):
+        await use_memory(number)
+    await until(lambda: len(os.listdir("/proc/self/fd")) <= here)  # a thread of the system closes them
+    async with asyncio.timeout(LIMIT_S):
+        while await victim.open_descriptors.remote() > there:
+            pass
+    assert victim.restarts == 0
 
 
 async def test_every_incarnation_has_the_surroundings_in_which_it_was_spawned(
