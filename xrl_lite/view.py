@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from xrl_lite.errors import ConfigError
+from xrl_lite.errors import ConfigError, StorageError
 from xrl_lite.trainer.report import accuracies, learning_curves, plot, shorten, step_line
 from xrl_lite.trainer.run_folder import BUFFER, METRICS, read_lines, rollout_files
 
@@ -35,6 +35,7 @@ def overview(run: Path, *, width: int) -> Iterator[RenderableType]:
 
     Raises:
         ConfigError: there is no run in the folder.
+        StorageError: its buffer cannot be read.
     """
     records = list(read_lines(_existing(run) / METRICS))
     if not records:
@@ -62,11 +63,13 @@ def attempts(
         step: The step; negative counts from the last. Without it, all steps are searched for the group.
         group: Number or uid of a group.
         order: drawn, best, worst or longest first.
-        num_shown: How many at most.
+        num_shown: How many at most; at least 1.
 
     Raises:
         ConfigError: the run kept no attempts, or not those.
     """
+    if num_shown < 1:
+        raise ConfigError(f"--num-shown must be at least 1, got {num_shown}.")
     files = rollout_files(_existing(run))
     if not files:
         raise ConfigError(f"{run} has no rollouts/step_*.jsonl: no step was made, or report.save_rollouts was false.")
@@ -126,13 +129,17 @@ def _outcomes(records: Sequence[dict[str, Any]]) -> Iterator[Table]:
 
 def _groups(run: Path) -> Iterator[Table]:
     """Count the groups in the buffer's file by what became of them."""
-    if not (run / BUFFER).is_file():
+    file = run / BUFFER
+    if not file.is_file():
         return
-    with closing(sqlite3.connect(f"file:{run / BUFFER}?mode=ro", uri=True, timeout=10.0)) as connection:
-        rows = connection.execute(
-            "SELECT task_name, status, reason, count(*), sum(num_tokens) FROM groups "
-            "GROUP BY task_name, status, reason ORDER BY task_name, count(*) DESC"
-        ).fetchall()
+    try:
+        with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True, timeout=10.0)) as connection:
+            rows = connection.execute(
+                "SELECT task_name, status, reason, count(*), sum(num_tokens) FROM groups "
+                "GROUP BY task_name, status, reason ORDER BY task_name, count(*) DESC"
+            ).fetchall()
+    except sqlite3.Error as error:
+        raise StorageError(f"What became of the groups cannot be read from {file}: {error}") from error
     if rows:
         table = Table("task", "became", "why", "groups", "tokens", title="groups of prompts", title_justify="left")
         for task, status, reason, count, tokens in rows:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.build import make_state
-from xrl_lite.cli import EXIT_USAGE, main
+from xrl_lite.cli import EXIT_ERROR, EXIT_USAGE, main
 from xrl_lite.data import RolloutState, Status
 from xrl_lite.replay_buffer import PromptGroup, SQLiteStore
 from xrl_lite.trainer.base import rollout_record
@@ -61,7 +61,11 @@ def test_a_run_is_its_steps_evaluations_and_judgements(run: Path, capsys: pytest
     assert [word for word in counts.split() if word.isdigit()] == ["9", "3"]
 
 
-async def test_what_became_of_groups_is_counted_from_the_buffer(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", ["run", "exp#1", "a?b", "50%41", "two words"])
+async def test_what_became_of_groups_is_counted_from_the_buffer(
+    name: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run.rename(run.with_name(name))
     store = SQLiteStore(run / BUFFER)
     for number in range(3):
         place = {"uid": f"sums-{number}", "ordinal": number, "partition_id": "train", "global_steps": 1}
@@ -69,6 +73,13 @@ async def test_what_became_of_groups_is_counted_from_the_buffer(run: Path, capsy
     await store.close()
     (line,) = (line for line in shown(capsys, run).splitlines() if "pending" in line)
     assert "3" in line.split()
+    assert [path.name for path in run.parent.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database of SQLite, but long enough to be taken for one" * 20])
+def test_a_buffer_that_cannot_be_read_is_named(content: bytes, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / BUFFER).write_bytes(content)
+    assert f"cannot be read from {run / BUFFER}: " in shown(capsys, run, code=EXIT_ERROR)
 
 
 def test_the_accuracy_of_a_data_source_does_not_stand_for_the_whole(
@@ -113,6 +124,8 @@ def test_a_group_is_found_in_whatever_step_it_was(name: str, run: Path, capsys: 
         (["--step", "9"], "no attempts of step 9. It has those of 1 to 3"),
         (["--step", "-4"], "no attempts of step -4"),
         (["--group", "77"], "no attempts of a group '77'"),
+        (["--group", "3", "--num-shown", "0"], "--num-shown must be at least 1, got 0"),
+        (["--step", "-1", "--num-shown", "-2"], "--num-shown must be at least 1, got -2"),
     ],
 )
 def test_what_is_not_there_is_said(
