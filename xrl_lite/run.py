@@ -174,7 +174,7 @@ async def open_trainer(
         agent_loops = await open_agent_loops(data, rollout, judgers, tokenizer, model_path, system, stack)
         manager = await build_manager(config, rollout, agent_loops, judgers, replay_buffer)
         encoders = await row_encoders(data.tasks, agent_loops, tokenizer)
-        producer = build_producer(config, data, encoders, manager, replay_buffer)
+        producer = build_producer(config, data, encoders, manager, replay_buffer, note=reporter.note)
         evaluating = evaluating_manager(config, agent_loops)
         encode = encoders[config.task.task_name]
         self_tested = await self_test_judgers(judgers, data.tasks, tokenizer)
@@ -658,6 +658,8 @@ def build_producer(
     encoders: Mapping[str, EncodeRow],
     manager: Any,
     replay_buffer: ReplayBuffer,
+    *,
+    note: Callable[[str], None],
 ) -> Producer:
     """Make what turns rows into groups."""
     tasks = [
@@ -684,6 +686,7 @@ def build_producer(
         limits=produce_limits(config),
         sync_weights_interval=config.trainer.sync_weights_interval,
         num_warmup_batches=config.trainer.num_warmup_batches,
+        note=note,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -93,6 +94,7 @@ def make_producer(
     is_valid: Any = None,
     interval: int = 1,
     needs_logprobs: bool = False,
+    note: Callable[[str], None] = lambda _: None,
     **config: Any,
 ) -> Producer:
     weights = weights or {"t": 1.0}
@@ -118,7 +120,9 @@ def make_producer(
         )
         for name, weight in weights.items()
     ]
-    return Producer(tasks, manager=manager, replay_buffer=buffer, limits=limits, sync_weights_interval=interval)
+    return Producer(
+        tasks, manager=manager, replay_buffer=buffer, limits=limits, sync_weights_interval=interval, note=note
+    )
 
 
 async def one_batch(producer: Producer, size: int, *, step: int = 1) -> list[PromptGroup]:
@@ -203,9 +207,12 @@ async def test_failing_for_ever_backs_off_and_stops_with_the_reason() -> None:
         raise RolloutError("no replica")
 
     loop = Scripted(fail)
-    producer = make_producer(loop)
+    notes: list[str] = []
+    producer = make_producer(loop, note=notes.append)
     with pytest.raises(RunError, match=r"more than max_failed_groups=4.*no replica"):
         await one_batch(producer, 2)
+    assert re.match(r"the last [12] group\(s\) all failed; waiting .* s before .*The last one: .*no replica", notes[0])
+    assert len(notes) > 1, "each wait is told"
     assert len({rollout for _, rollout in loop.made}) <= 2 * 6, "the data set was not eaten"
 
 

@@ -21,11 +21,12 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from math import ceil
+from textwrap import shorten
 from typing import Any, Protocol
 
 import anyio
@@ -41,6 +42,9 @@ logger = get_logger(__name__)
 
 NOTE = "producer"
 """Name under which the state of the producer is kept with the admissions."""
+
+_REASON_WIDTH = 400
+"""Characters of a failure that are told: that of a group holds those of all its attempts."""
 
 
 class DrawsGroups(Protocol):
@@ -100,6 +104,7 @@ class Producer:
         sync_weights_interval: Steps from one weight sync to the next.
         num_warmup_batches: Batches to be ahead of the one that is wanted; None for as many as can be trained on in time
             (`produce_loop`), or none (`produce_batch`).
+        note: Told of failures that make it wait.
 
     Raises:
         RunError: no task, or two of one name.
@@ -114,6 +119,7 @@ class Producer:
         limits: ProduceLimits,
         sync_weights_interval: int = 1,
         num_warmup_batches: int | None = None,
+        note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.tasks = {task.name: task for task in tasks}
         if not tasks or len(self.tasks) != len(tasks):
@@ -123,6 +129,7 @@ class Producer:
         self._limits = limits
         self._interval = sync_weights_interval
         self._num_warmup_batches = num_warmup_batches
+        self._note = note
         self._pools = TaskPools(replay_buffer)
         self._credit = dict.fromkeys(self.tasks, 0.0)
         self._next_step, self._policy_version, self._num_wanted = 1, 0, 0
@@ -475,7 +482,8 @@ class Producer:
             )
         rounds = self._fruitless.bit_length() - 1
         delay_s = min(self._limits.backoff_s * 2**rounds, self._limits.max_backoff_s)
-        logger.warning(
-            "the last %d group(s) all failed; waiting %.1f s before others are drawn", self._fruitless, delay_s
-        )
+        told = f"the last {self._fruitless} group(s) all failed; waiting {delay_s:.1f} s before others are drawn"
+        logger.warning("%s", told)
+        reason = shorten(self.replay_buffer.last_failure, width=_REASON_WIDTH, placeholder=" ...")
+        self._note(f"{told}. The last one: {reason}")
         await anyio.sleep(delay_s)

@@ -27,7 +27,7 @@ from xrl_lite.agent_loop.base import (
     needs_judgement,
     spread_judgement,
 )
-from xrl_lite.agent_loop.failure import describe_error
+from xrl_lite.agent_loop.failure import InitialFailures, describe_error
 from xrl_lite.agent_loop.output import AgentLoopOutput
 from xrl_lite.data import RolloutState, Status, failed
 from xrl_lite.data.rows import copy_containers
@@ -53,6 +53,7 @@ class SessionLoop(AgentLoop):
         tokenizer: The model's tokenizer.
         default_agent: Agent of states that name none.
         session_timeout_s: Limit for one session, judging not included.
+        max_initial_failures: Attempts that may raise the same before the first one succeeds; 0 for any number.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SessionLoop(AgentLoop):
         tokenizer: Tokenizer,
         default_agent: str,
         session_timeout_s: float | None,
+        max_initial_failures: int,
     ) -> None:
         super().__init__(
             rollout_ctl,
@@ -76,6 +78,7 @@ class SessionLoop(AgentLoop):
         self._tokenizer = tokenizer
         self._default_agent = default_agent
         self._session_timeout_s = session_timeout_s
+        self._initial_failures = InitialFailures(max_initial_failures)
 
     @abstractmethod
     async def run_session(self, agent: str, state: RolloutState) -> list[AgentLoopOutput]:
@@ -102,9 +105,12 @@ class SessionLoop(AgentLoop):
             raise
         except RolloutError as error:
             return [failed(state, str(error))]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             logger.warning("sample %s: agent %r raised", state.rollout_id, name, exc_info=error)
-            return [failed(state, f"agent {name!r} raised {describe_error(error)}")]
+            told = f"agent {name!r} raised {describe_error(error)}"
+            self._initial_failures.raised(error, told)
+            return [failed(state, told)]
+        self._initial_failures.succeeded()
         if self.judger is not None and not self.enable_batch_judge and needs_judgement(states[-1]):
             states[-1] = await self.run_judger(states[-1])
         spread_judgement(states)

@@ -68,6 +68,9 @@ class AgentsConfig(AgentLoopConfig):
     session_timeout_s: float | None = Field(default=None, gt=0)
     """Limit for one session, judging not included; beyond it the attempt is FAILED."""
 
+    max_initial_failures: int = Field(default=32, ge=0)
+    """Stop the run when so many attempts raise the same before the first one does not; 0 never stops it."""
+
     @model_validator(mode="after")
     def _a_session_for_each_process(self) -> Self:
         num_workers = self.cpu_resources.num_workers if self.cpu_resources else 1
@@ -186,6 +189,7 @@ class SessionsAgentLoop(SessionLoop):
             tokenizer=tokenizer_of(config, tokenizer).with_template(config.chat_template, config.template_kwargs),
             default_agent=config.default_agent_loop,
             session_timeout_s=config.session_timeout_s,
+            max_initial_failures=config.max_initial_failures,
         )
         self._config = config
         self._system = system

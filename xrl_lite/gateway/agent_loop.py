@@ -63,6 +63,9 @@ class BlackBoxAgentsConfig(AgentLoopConfig):
     session_timeout_s: float | None = Field(default=None, gt=0)
     """Limit for one session of any agent, judging not included; each agent has its `wall_time_s` besides."""
 
+    max_initial_failures: int = Field(default=32, ge=0)
+    """Stop the run when so many attempts raise the same before the first one does not; 0 never stops it."""
+
     trajectory_selection: Literal["all", "longest", "last"] = "all"
     """Which trajectories of a session are trained on; the reward is the session's for each of them."""
 
@@ -205,6 +208,7 @@ class BlackBoxAgentLoop(SessionLoop):
             tokenizer=tokenizer,
             default_agent=config.first_agent,
             session_timeout_s=config.session_timeout_s,
+            max_initial_failures=config.max_initial_failures,
         )
         self._config = config
         self.gateway = Gateway(

@@ -27,7 +27,7 @@ from xrl_lite.agent_loop.base import check_batch_judge
 from xrl_lite.agent_loop.scripted import ScriptedRolloutCtl
 from xrl_lite.data import RolloutState, Row, SampleParams, Status
 from xrl_lite.data.tokenizer import Tokenizer
-from xrl_lite.errors import ActorDiedError, ConfigError, PluginError, RolloutError, TemplateError
+from xrl_lite.errors import ActorDiedError, ConfigError, PluginError, RolloutError, RunError, TemplateError
 from xrl_lite.judger import JudgerConfig
 from xrl_lite.rollout.controller import response_seed
 from xrl_lite.tools import FunctionCall, McpServerConfig, ToolParser, ToolsConfig
@@ -383,7 +383,7 @@ async def test_a_row_chooses_its_agent(tmp_path: Path) -> None:
     ("how", "message"),
     [
         ("raise", r"sample 0: agent 'ends' raised KeyError: 'nothing here' at .*test_sessions.py:\d+ in run"),
-        ("exit", r"sample 0: raised SystemExit: 0 at .*test_sessions.py:\d+ in run"),
+        ("exit", r"sample 0: agent 'ends' raised SystemExit: 0 at .*test_sessions.py:\d+ in run"),
         ("stray", r"sample 0: raised CancelledError:  at .*test_sessions.py:\d+ in run"),
         ("nan", r"(?s)raised ValidationError: .*finite number.*test_sessions.py:\d+ in run"),
         ("nan, later", "sample 0: its score is nan, and must be a finite number"),
@@ -401,6 +401,35 @@ async def test_a_failure_costs_its_session_alone(tmp_path: Path, how: str, messa
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(failed.error_msg)
     assert fine.status is Status.COMPLETED
+
+
+@pytest.mark.parametrize("how", ["raise", "exit"])
+async def test_an_agent_that_never_works_ends_the_run_with_the_first_traceback(tmp_path: Path, how: str) -> None:
+    config = ends(tmp_path, how).model_copy(update={"max_initial_failures": 3})
+    loop = config.build(scripted(), None, tokenizer=QWEN3)
+    states = await loop.generate_group([make_state(0), make_state(1)])
+    assert [state.status for state in states] == [Status.FAILED, Status.FAILED]
+    with pytest.raises(
+        RunError, match=r"(?s)first 3 attempts .*agent 'ends' raised .*Traceback .*max_initial_failures"
+    ):
+        await loop.generate_group([make_state(2), make_state(3)])
+
+
+async def test_an_agent_that_works_at_times_or_fails_in_several_ways_is_not_stopped(tmp_path: Path) -> None:
+    entries = [{"name": how, "_target_": f"{__name__}.Ends", "how": how} for how in ("raise", "exit", "answer")]
+    config = AgentsConfig(agent_loop_config_path=agents_file(tmp_path, *entries), max_initial_failures=2)
+    for other in ("exit", "answer"):
+        loop = config.build(scripted(), None, tokenizer=QWEN3)
+        for number, name in enumerate(["raise", other, *4 * ["raise"]]):
+            (state,) = await loop.generate_group([make_state(number, agent_name=name)])
+            assert (state.status is Status.FAILED) == (name != "answer")
+
+
+async def test_no_number_of_failures_ends_a_run_that_is_told_so(tmp_path: Path) -> None:
+    config = ends(tmp_path, "raise").model_copy(update={"max_initial_failures": 0})
+    loop = config.build(scripted(), None, tokenizer=QWEN3)
+    states = await loop.generate_group([make_state(number) for number in range(40)])
+    assert {state.status for state in states} == {Status.FAILED}
 
 
 @pytest.mark.parametrize("how", ["stray", "hang"])
