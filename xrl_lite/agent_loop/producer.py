@@ -43,7 +43,7 @@ logger = get_logger(__name__)
 NOTE = "producer"
 """Name under which the state of the producer is kept with the admissions."""
 
-_REASON_WIDTH = 400
+_REASON_WIDTH = 200
 """Characters of a failure that are told: that of a group holds those of all its attempts."""
 
 
