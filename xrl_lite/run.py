@@ -53,6 +53,7 @@ from xrl_lite.config.devices import reserve_devices, with_shared_devices
 from xrl_lite.config.serve_config import ServeConfig
 from xrl_lite.data import EncodeRow, Row, Sampler, make_group
 from xrl_lite.data.rows import hash_rows
+from xrl_lite.data.sampler import naming_rows
 from xrl_lite.data.tokenizer import Tokenizer, check_model_folder, max_position_embeddings
 from xrl_lite.engine.controller import CriticController, TrainingController
 from xrl_lite.engine.tiny_model_config import cached_tiny_model
@@ -177,7 +178,7 @@ async def open_trainer(
         producer = build_producer(config, data, encoders, manager, replay_buffer, note=reporter.note)
         evaluating = evaluating_manager(config, agent_loops)
         encode = encoders[config.task.task_name]
-        self_tested = await self_test_judgers(judgers, data.tasks, tokenizer)
+        self_tested = await self_test_judgers(judgers, data.tasks, encoders)
         for task in config.tasks:
             if (warning := truncation_warning(task.agent_loop_config.sample_params)) is not None:
                 reporter.note(f"warning: {warning}")
@@ -619,8 +620,11 @@ async def row_encoders(
 ) -> dict[str, EncodeRow]:
     """Return what makes tokens of the rows of each task, with the tools that its loop has."""
     return {
-        task.config.task_name: task.config.agent_loop_config.row_encoder(
-            tokenizer, tools=await agent_loops[task.config.task_name].tool_schemas()
+        task.config.task_name: naming_rows(
+            task.config.agent_loop_config.row_encoder(
+                tokenizer, tools=await agent_loops[task.config.task_name].tool_schemas()
+            ),
+            task_name=task.config.task_name,
         )
         for task in tasks
     }
@@ -745,12 +749,14 @@ def build_callback(config: RunConfig) -> CheckpointCallback:
     return load_callback_class(config.checkpoint.callback)(config=config)
 
 
-async def self_test_judgers(judgers: Judgers, tasks: Sequence[CheckedTask], tokenizer: Tokenizer) -> list[str]:
+async def self_test_judgers(
+    judgers: Judgers, tasks: Sequence[CheckedTask], encoders: Mapping[str, EncodeRow]
+) -> list[str]:
     """Let every judger prove itself on a right and a wrong answer to a row of its own; return a line about each."""
     results: list[SelfTestResult] = []
     for task in tasks:
         first_of_source = {str(row.data_source): row for row in reversed(task.rows)}
         for row in first_of_source.values():
-            state = make_group(row, tokenizer.encode(row.prompt), group_id=0, group_size=1)[0]
+            state = make_group(row, encoders[task.config.task_name](row), group_id=0, group_size=1)[0]
             results += await self_test(judgers.of(task), state)
     return summarize(results)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -240,9 +241,29 @@ def _without_none(source: Any) -> Any:
 
 
 def _present(value: Any, place: str, column: str) -> Any:
-    if value is None or value == "":
-        raise DataError(f"{place}: {column} is empty, so no answer can be judged. Fill it in or drop the row.")
+    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
+        what = "empty" if value is None or value == "" else "NaN, which equals nothing"
+        raise DataError(f"{place}: {column} is {what}, so no answer can be judged. Fill it in or drop the row.")
+    _check_text(value, place, column)
     return value
+
+
+def _check_text(value: object, place: str, column: str) -> None:
+    """Refuse strings, however deep inside, that are no text: no tokenizer takes them."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(
+                f"{place}: {column} has half a surrogate pair ({value[error.start]!r} at character {error.start}), "
+                f"which is no text. Repair it or drop the row."
+            ) from error
+    elif isinstance(value, Mapping):
+        for name, each in cast("Mapping[Any, object]", value).items():
+            _check_text(each, place, f"{column}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(cast("Sequence[object]", value)):
+            _check_text(each, place, f"{column}.{number}")
 
 
 def _column(raw: Mapping[str, Any], column: str, place: str, what: str) -> Any:
@@ -255,18 +276,33 @@ def _column(raw: Mapping[str, Any], column: str, place: str, what: str) -> Any:
 
 
 def _messages(prompt: Any, place: str, column: str) -> list[dict[str, Any]]:
+    _check_text(prompt, place, column)
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, Iterable) and not isinstance(prompt, str | bytes | Mapping):
         messages = list(cast("Iterable[object]", prompt))
         if messages and all(_is_message(message) for message in messages):
-            return [dict(cast("Mapping[str, Any]", message)) for message in messages]
+            return [_complete(dict(cast("Mapping[str, Any]", message)), place, column) for message in messages]
     given = str(cast("object", prompt))[:100]
     raise DataError(f"{place}: {column} must be a text or a list of messages with role and content, got {given}.")
 
 
 def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
+
+
+def _complete(message: dict[str, Any], place: str, column: str) -> dict[str, Any]:
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str):
+        raise DataError(
+            f"{place}: {column} has a message whose role is {role!r:.100}. A role is a text, such as 'user'."
+        )
+    if not isinstance(content, str | list) and not (content is None and message.get("tool_calls")):
+        raise DataError(
+            f"{place}: {column} has a message of role {role} whose content is {content!r:.100}. Content is a text or a "
+            f"list of parts; it may be null only beside tool_calls."
+        )
+    return message
 
 
 def _dress(messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:

@@ -21,6 +21,21 @@ EncodeRow = Callable[[Row], list[int]]
 """A row -> the tokens of its prompt, with the generation prompt, and with the tools that its agent shows the model."""
 
 
+def naming_rows(encode: EncodeRow, *, task_name: str | None) -> EncodeRow:
+    """Return what encodes rows in the same way, and raises a DataError with task and row where that fails."""
+
+    def encode_row(row: Row) -> list[int]:
+        try:
+            return encode(row)
+        except Exception as error:
+            raise DataError(
+                f"Task {task_name}: no tokens can be made of the prompt of row {row.index}, {repr(row.prompt)[:200]}: "
+                f"{str(error).rstrip('.')}. Repair the row or drop it."
+            ) from error
+
+    return encode_row
+
+
 class SamplerConfig(Settings):
     """Which rows are drawn, in what order, and how many attempts each gets."""
 

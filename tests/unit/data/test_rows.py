@@ -112,6 +112,41 @@ def test_a_prompt_that_is_no_text_is_refused() -> None:
     assert "must be a text or a list of messages" in refusal({"prompt": [{"content": "no role"}], "answer": "a"})
 
 
+@pytest.mark.parametrize("content", [None, 5, {"text": "q"}])
+def test_a_message_without_content_is_refused(content: Any) -> None:
+    text = refusal({"prompt": [{"role": "user", "content": content}], "answer": "a"})
+    assert f"row 7: prompt has a message of role user whose content is {content!r}" in text
+    assert "role is None" in refusal({"prompt": [{"role": None, "content": "q"}], "answer": "a"})
+
+
+def test_a_message_of_tool_calls_needs_no_content() -> None:
+    calls: dict[str, Any] = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
+    }
+    prompt = [{"role": "user", "content": "q"}, calls, {"role": "tool", "content": "4"}]
+    assert parse_row({"prompt": prompt, "answer": "4"}, 0, CONFIG).prompt == prompt
+    assert "content is None" in refusal({"prompt": [{**calls, "tool_calls": None}], "answer": "a"})
+
+
+@pytest.mark.parametrize(
+    ("raw", "place"),
+    [
+        ({"prompt": "2\ud800", "answer": "a"}, "prompt"),
+        ({"prompt": [{"role": "user", "content": [{"text": "2\ud800"}]}], "answer": "a"}, "prompt.0.content.0.text"),
+        ({"prompt": "q", "answer": "2\ud800"}, "answer"),
+        ({"prompt": "q", "reward_model": {"ground_truth": {"any": ["2\ud800"]}}}, "reward_model.ground_truth.any.0"),
+    ],
+)
+def test_half_a_surrogate_pair_is_refused(raw: dict[str, Any], place: str) -> None:
+    assert f"row 7: {place} has half a surrogate pair ('\\ud800' at character 1)" in refusal(raw)
+
+
+def test_a_ground_truth_of_nan_is_refused() -> None:
+    assert "row 7: answer is NaN, which equals nothing" in refusal({"prompt": "q", "answer": float("nan")})
+
+
 def test_missing_file_names_the_closest(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", gsm8k_rows(1))
     with pytest.raises(DataError, match=r"Did you mean 'train\.jsonl'\?"):

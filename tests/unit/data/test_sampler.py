@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xrl_lite.data import Row, Sampler, each_row_once
+from xrl_lite.data.sampler import naming_rows
 from xrl_lite.errors import DataError
 
 
@@ -34,6 +35,15 @@ def test_a_group_has_one_prompt_and_ids_that_count_up() -> None:
     assert [state.rollout_id for group in groups for state in group] == [0, 1, 2, 3, 4, 5]
     assert all(group[0].prompt_ids == group[1].prompt_ids for group in groups)
     assert groups[0][0].task_name == "t"
+
+
+def test_a_row_that_cannot_be_encoded_is_named_with_its_task() -> None:
+    def refuse(row: Row) -> list[int]:
+        raise TypeError("no such role")
+
+    sampler = Sampler(make_rows(1), encode=naming_rows(refuse, task_name="math"), group_size=1)
+    with pytest.raises(DataError, match=r"Task math: no tokens .* of row 0, \[\{'role'.*: no such role"):
+        sampler.sample()
 
 
 def test_what_an_attempt_does_to_nested_values_reaches_neither_siblings_nor_later_epochs() -> None:
