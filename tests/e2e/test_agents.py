@@ -34,7 +34,7 @@ class AsksTwice(AgentLoopBase):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_an_agent_of_ones_own_is_trained(tmp_path: Path, tiny_model_folder: Path) -> None:
     (tmp_path / "agents.py").write_text(AGENTS)
     (tmp_path / "agents.yaml").write_text(f"[{{name: asks_twice, _target_: '{tmp_path}/agents.py:AsksTwice'}}]")
@@ -73,7 +73,7 @@ class TellsNoLogprobs(AgentLoopBase):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_an_agent_that_tells_no_log_probs_is_trained_where_they_are_not_needed(
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:

@@ -37,7 +37,7 @@ for text in (sys.stdin.read(), "sure?"):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_program_is_trained_through_the_gateway(tmp_path: Path, tiny_model_folder: Path) -> None:
     (tmp_path / "agent.py").write_text(AGENT)
     agent = {"command": [sys.executable, "-S", str(tmp_path / "agent.py")], "max_concurrent": 4}
@@ -113,7 +113,7 @@ async def test_a_stream_tells_what_the_engine_has_sampled_while_it_goes_on(tiny_
 
 @pytest.mark.process
 @pytest.mark.slow
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_the_command_serves_until_it_is_told_to_stop(tiny_model_folder: Path) -> None:
     command = [sys.executable, "-m", "xrl_lite.cli", "serve", str(tiny_model_folder), "gateway.port=0", "num_cpus=1"]
     environment = {

@@ -49,7 +49,7 @@ def test_the_reward_of_the_two_tools_is_built_up() -> None:
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_the_recipe_of_two_tools_trains_the_tiny_model_under_a_manager_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

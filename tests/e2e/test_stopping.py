@@ -20,7 +20,7 @@ from tests.build import run_settings, without_times
 from tests.conftest import children_of, describe
 from xrl_lite.trainer.checkpoint import complete_checkpoints
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 GONE_WITHIN_S = 30.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,7 +113,7 @@ def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
         wait_for_line(process, "step  2/")
         below = children_of(process.pid)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=120)[0]
     assert process.returncode == 130, output
     assert "checkpoint.resume=auto" in output
     assert_gone(below)
@@ -132,7 +132,7 @@ def test_interrupted_twice_it_ends_at_once(tmp_path: Path, tiny_model_folder: Pa
         process.send_signal(signal.SIGINT)
         wait_for_line(process, "SIGINT: stopping after this step")  # two at once would be one
         process.send_signal(signal.SIGINT)
-        shown = process.communicate(timeout=60)[0]
+        shown = process.communicate(timeout=120)[0]
     assert process.returncode == -signal.SIGINT, shown
     assert_gone(below)
 
@@ -232,7 +232,7 @@ def test_a_killed_rank_ends_the_run_with_its_name(tmp_path: Path, tiny_model_fol
     with running(config) as process:
         wait_for_line(process, "step    1/")
         os.kill(pid_of(process, "engine/0"), signal.SIGKILL)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=120)[0]
     assert process.returncode == 1
     assert "engine/0" in output
     assert "SIGKILL" in output

@@ -27,7 +27,7 @@ def half(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token
     return agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info), {"my_share": 0.5}
 """
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 class Silent:

@@ -14,7 +14,7 @@ from tests.build import run_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
 
 
 @pytest.mark.slow
