@@ -44,14 +44,18 @@ class Engine(LocalWeights):
         self.metrics = metrics
         self.batches: list[TrainBatch] = []
         self.measured: list[list[str]] = []
+        self.measured_kept: list[bool] = []
         self.loaded: Path | None = None
         self.kept: list[int] = []
 
     async def keep_policy(self) -> None:
         self.kept.append(len(self.batches))
 
-    async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
+    async def measure(
+        self, batch: TrainBatch, names: list[str], *, kept_policy: bool = False
+    ) -> dict[str, list[list[float]]]:
         self.measured.append(names)
+        self.measured_kept.append(kept_policy)
         return dict.fromkeys(names, batch.rollout_logprobs)
 
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:

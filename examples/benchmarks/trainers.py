@@ -315,7 +315,7 @@ class SimulatedEngine:
 
         return {"w": torch.full((1,), float(self.num_updates))}
 
-    async def measure(self, batch: Any, names: list[str]) -> dict[str, Any]:
+    async def measure(self, batch: Any, names: list[str], *, kept_policy: bool = False) -> dict[str, Any]:
         return dict.fromkeys(names, batch.rollout_logprobs)
 
     async def train_batch(self, batch: Any) -> dict[str, float]:

@@ -367,8 +367,8 @@ async def test_other_logprobs_after_the_first_sync_stop_with_the_usual_causes(
     off: float, dtype: str, system: ActorSystem, folder: RunFolder
 ) -> None:
     class Off(Engine):
-        async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
-            (values,) = (await super().measure(batch, names)).values()
+        async def measure(self, batch: TrainBatch, names: list[str], **policy: bool) -> dict[str, list[list[float]]]:
+            (values,) = (await super().measure(batch, names, **policy)).values()
             return {names[0]: [[value + off for value in row] for row in values]}
 
     def checked(engine: Any) -> Any:
@@ -406,6 +406,7 @@ async def test_without_samples_of_the_present_weights_a_few_tokens_are_sampled_t
     assert [record.get("logprob_gap/mean") for record in records] == [None, 0.0, 0.0, 0.0]
     assert [record["step"] for record in records if "time/agreement" in record] == [2]
     assert engine.measured == [["old_logprobs"]] * 2, "at the start and after step 2"
+    assert engine.measured_kept == [False] * 2, "the replicas have the present weights"
 
 
 async def test_gradients_that_stay_broken_stop(system: ActorSystem, folder: RunFolder) -> None:

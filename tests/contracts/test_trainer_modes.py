@@ -326,6 +326,7 @@ async def test_a_step_in_parts_has_one_old_policy(system: ActorSystem, folder: R
     assert [(batch.step, batch.part) for batch in engine.batches] == [(s, p) for s in (1, 2, 3) for p in (0, 1)]
     assert engine.kept == [0, 2, 4], "kept before the first part of each step"
     assert engine.measured == [["old_logprobs"]] * 6
+    assert engine.measured_kept == [True] * 6
     assert [len(uids) for uids in trained(folder).values()] == [4, 4, 4]
     records = [record for record in folder.metrics() if "loss" in record]
     assert [record["num_tokens"] for record in records] == [32.0] * 3

@@ -696,12 +696,13 @@ def test_the_parts_of_a_step_have_the_policy_that_it_began_with(tiny_model_folde
     worker.keep_policy()
     worker.train_batch(batch)
     trained = {name: tensor.clone() for name, tensor in worker.export_weights().items()}
-    assert worker.measure(batch, ["old_logprobs"]) == {"old_logprobs": before}
+    assert worker.measure(batch, ["old_logprobs"], kept_policy=True) == {"old_logprobs": before}
     for name, tensor in worker.export_weights().items():
         assert torch.equal(tensor, trained[name]), "the weights that are trained came back"
-    worker.keep_policy()
     (after,) = worker.measure(batch, ["old_logprobs"]).values()
-    assert after != before
+    assert after != before, "who does not ask for the kept policy is told of the present one"
+    worker.keep_policy()
+    assert worker.measure(batch, ["old_logprobs"], kept_policy=True) == {"old_logprobs": after}
 
 
 def test_k8_the_trainer_divides_logits_by_the_temperature() -> None:

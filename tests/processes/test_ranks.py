@@ -102,9 +102,9 @@ async def test_two_ranks_do_what_one_does_and_their_checkpoint_fits_any_number(
         metrics[size] = [await controller.train_batch(make_batch(0))]
         await controller.save_checkpoint(tmp_path / str(size) / "engine", hf_folder=tmp_path / str(size) / "hf")
         saved = await controller.export_weights()
-        await controller.keep_policy()  # what is measured below is of these weights
+        await controller.keep_policy()
         metrics[size].append(await controller.train_batch(make_batch(1)))
-        measured = await controller.measure(make_batch(2), ["old_logprobs", "ref_logprobs"])
+        measured = await controller.measure(make_batch(2), ["old_logprobs", "ref_logprobs"], kept_policy=True)
         metrics[size].append({name: sum(map(sum, rows)) for name, rows in measured.items()})
         weights[size] = await controller.export_weights()
         exported.append((saved, tmp_path / str(size) / "hf"))

@@ -226,19 +226,20 @@ class TrainingController(RankGroup):
             algorithm=algorithm,
         )
 
-    async def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
+    async def measure(
+        self, batch: TrainBatch, names: Sequence[str], *, kept_policy: bool = False
+    ) -> dict[str, list[list[float]]]:
         """Return quantities of the response tokens; 0 where a token is not trained on.
-
-        Those of the policy itself are under the present weights, or under those that `keep_policy` kept.
 
         Args:
             batch: The trajectories.
             names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
+            kept_policy: The policy is that of the weights that `keep_policy` kept, not of the present ones.
         """
-        return await self._call("measure", self._for_all(batch), names)
+        return await self._call("measure", self._for_all(batch), names, kept_policy=kept_policy)
 
     async def keep_policy(self) -> None:
-        """Keep the present weights: until the next call, `measure` computes the old policy with them."""
+        """Keep the present weights, for `measure` to compute with when it is asked to, until the next call."""
         await self._call("keep_policy")
 
     async def train_batch(self, batch: TrainBatch) -> dict[str, float]:

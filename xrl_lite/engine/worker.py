@@ -79,7 +79,6 @@ class EngineWorker(RankWorker):
         replaced = correction is not None and correction.loss_type == "reinforce"
         self._loss_function = get_policy_loss_fn("reinforce" if replaced else algorithm.policy_loss.loss_mode)
         self._num_updates = 0
-        self._keeps_policy = False
         self._sender: WeightSender
 
     @on_all_ranks
@@ -107,23 +106,23 @@ class EngineWorker(RankWorker):
         return steps.result() | gaps.merge(self._others(gaps)).metrics()
 
     @on_all_ranks
-    def measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
+    def measure(
+        self, batch: TrainBatch, names: Sequence[str], *, kept_policy: bool = False
+    ) -> dict[str, list[list[float]]]:
         """Return quantities of the response tokens; 0 where a token is not trained on.
-
-        Those of the policy itself are under the present weights, or under those that `keep_policy` kept.
 
         Args:
             batch: The trajectories.
             names: Of ``old_logprobs``, ``ref_logprobs``, ``teacher_logprobs``, ``sum_pi_squared``.
+            kept_policy: The policy is that of the weights that `keep_policy` kept, not of the present ones.
         """
-        with self._engine.use_kept_policy() if self._keeps_policy else nullcontext():
+        with self._engine.use_kept_policy() if kept_policy else nullcontext():
             return self._measure(batch, names)
 
     @on_all_ranks
     def keep_policy(self) -> None:
-        """Keep the present weights: until the next call, `measure` computes the old policy with them."""
+        """Keep the present weights, for `measure` to compute with when it is asked to, until the next call."""
         self._engine.keep_policy()
-        self._keeps_policy = True
 
     def _measure(self, batch: TrainBatch, names: Sequence[str]) -> dict[str, list[list[float]]]:
         packed = self._pack(batch)

@@ -13,10 +13,10 @@ A session is one row for the estimator: its trajectories one behind the other, i
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from xrl_lite.algorithms.config import AlgorithmConfig
 from xrl_lite.algorithms.estimators import get_adv_estimator_fn
@@ -26,8 +26,16 @@ from xrl_lite.errors import RunError
 if TYPE_CHECKING:
     from torch import Tensor
 
-Measure = Callable[[TrainBatch, list[str]], Awaitable[Mapping[str, list[list[float]]]]]
-"""Asks the engine for quantities of the response tokens, by the names of `TrainBatch`."""
+
+class Measure(Protocol):
+    """Asks the engine for quantities of the response tokens, by the names of `TrainBatch`."""
+
+    async def __call__(
+        self, batch: TrainBatch, names: list[str], *, kept_policy: bool
+    ) -> Mapping[str, list[list[float]]]:
+        """Return them under the present weights, or under those of the beginning of the step."""
+        ...
+
 
 MEASURED = {"old_log_probs": "old_logprobs", "ref_log_prob": "ref_logprobs", "sum_pi_squared": "sum_pi_squared"}
 """What estimators call the quantities that an engine can measure, and the fields of `TrainBatch`."""
@@ -76,7 +84,7 @@ class AdvantageStep:
             RunError: the estimator returned something else than an advantage for each token.
         """
         if self.needed:
-            batch = replace(batch, **dict(await measure(batch, self.needed)))
+            batch = replace(batch, **dict(await measure(batch, self.needed, kept_policy=self._in_parts)))
         batch, metrics = self._correct(batch)
         if not batch.num_trained_tokens:
             return batch, metrics

@@ -215,7 +215,9 @@ class RecordedEngine:
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    async def measure(self, batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
+    async def measure(
+        self, batch: TrainBatch, names: list[str], *, kept_policy: bool = False
+    ) -> dict[str, list[list[float]]]:
         """Return what the engine sampled with, whatever is asked for."""
         return dict.fromkeys(names, batch.rollout_logprobs)
 

@@ -271,7 +271,7 @@ async def test_advantages_of_the_wrong_form_are_refused(returned: Any, wanted: s
 
 
 def measured(**values: list[list[float]]) -> Any:
-    async def measure(batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
+    async def measure(batch: TrainBatch, names: list[str], *, kept_policy: bool) -> dict[str, list[list[float]]]:
         assert set(names) == set(values)
         return values
 
