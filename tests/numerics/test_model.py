@@ -218,6 +218,77 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_shape(tiny_model_f
         engine(wider(num_hidden_layers=1)).load_checkpoint(tmp_path / "engine")
 
 
+def endless(batch: TrainBatch) -> TrainBatch:
+    """With a gradient that is not finite."""
+    return replace(batch, advantages=[[math.inf] * len(row) for row in batch.advantages])
+
+
+@pytest.mark.parametrize("first", [None, endless(make_batch())], ids=["before any update", "after a skipped update"])
+def test_saving_before_the_first_update_changes_nothing_and_is_gone_on_from(
+    first: TrainBatch | None, tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    undisturbed, saved, restored = (make_worker(tiny_model_folder) for _ in range(3))
+    for worker in (undisturbed, saved):
+        if first is not None:
+            worker.train_batch(first)
+    saved.save_checkpoint(tmp_path / "engine")
+    restored.train_batch(make_batch(3))  # what it has is forgotten
+    restored.load_checkpoint(tmp_path / "engine")
+    metrics = undisturbed.train_batch(make_batch())
+    for worker in (saved, restored):
+        assert worker.train_batch(make_batch()) == metrics
+        assert weights_digest(worker.export_weights()) == weights_digest(undisturbed.export_weights())
+
+
+def test_a_weight_without_a_gradient_so_far_has_no_state_in_a_checkpoint_either(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    def unused(engine: LanguageModelEngine) -> torch.nn.Parameter:
+        return next(iter(engine._model.parameters()))
+
+    one, other = make_engine(tiny_model_folder), make_engine(tiny_model_folder)
+    for parameter in one._model.parameters():
+        parameter.grad = None if parameter is unused(one) else torch.ones_like(parameter)
+    one.optimizer_step()
+    one.save_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path)
+    assert unused(other) not in other._optimizer.state
+    assert len(other._optimizer.state) == len(one._optimizer.state)
+
+
+class MatricesApart(torch.optim.AdamW):
+    """Vectors learn at a tenth of the rate and do not decay."""
+
+    def __init__(self, params: list[torch.nn.Parameter], lr: float, weight_decay: float) -> None:
+        matrices, vectors = ([p for p in params if (p.dim() > 1) is wanted] for wanted in (True, False))
+        groups = [{"params": matrices}, {"params": vectors, "lr": lr / 10, "weight_decay": 0.0}]
+        super().__init__(groups, lr=lr, weight_decay=weight_decay)
+
+
+def test_groups_of_an_optimizer_keep_their_own_settings_and_are_clipped_together(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    def worker(**settings: Any) -> EngineWorker:
+        optimizer = OptimizerConfig(
+            type=f"{__name__}:MatricesApart", weight_decay=0.1, schedule="linear", max_grad_norm=1e-3, **settings
+        )
+        config = EngineConfig(optimizer=optimizer)
+        return EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=4, seed=0)
+
+    def groups_of(worker: EngineWorker) -> list[dict[str, Any]]:
+        return worker._engine._optimizer.param_groups  # pyright: ignore[reportAttributeAccessIssue]
+
+    one, faster = worker(learning_rate=0.4), worker(learning_rate=0.8)
+    one.train_batch(make_batch())
+    gradients = [parameter.grad for group in groups_of(one) for parameter in group["params"]]
+    assert torch.nn.utils.get_total_norm(gradients).item() == pytest.approx(1e-3, rel=1e-3)
+    assert [group["lr"] for group in groups_of(one)] == pytest.approx([0.3, 0.03])
+    one.save_checkpoint(tmp_path / "engine")
+    faster.load_checkpoint(tmp_path / "engine")
+    assert [group["lr"] for group in groups_of(faster)] == pytest.approx([0.6, 0.06])
+    assert [group["weight_decay"] for group in groups_of(faster)] == [0.1, 0.0]
+
+
 # --- the rollout engine
 
 
@@ -863,8 +934,7 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped(
 ) -> None:
     worker, batch = make_worker(tiny_model_folder), make_batch()
     before = weights_digest(worker.export_weights())
-    endless = replace(batch, advantages=[[math.inf] * len(row) for row in batch.advantages])
-    metrics = worker.train_batch(endless)
+    metrics = worker.train_batch(endless(batch))
     assert not math.isfinite(metrics["grad_norm"])
     assert "this update is skipped" in caplog.text
     assert weights_digest(worker.export_weights()) == before

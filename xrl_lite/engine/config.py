@@ -20,7 +20,8 @@ class OptimizerConfig(Settings):
     """The optimizer and its schedule."""
 
     type: str = "AdamW"
-    """A class of torch.optim by its name, or one of yours by its path (``package.module:Name``, ``file.py:Name``)."""
+    """A class of torch.optim by its name, or one of yours by its path (``package.module:Name``, ``file.py:Name``).
+    Groups that it makes of the weights keep settings of their own, and the schedule scales the `lr` of each."""
 
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of that class, such as ``{momentum: 0.9}``."""

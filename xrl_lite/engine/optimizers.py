@@ -34,6 +34,12 @@ def make_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) 
         raise ConfigError(f"optimizer.type={config.type} with optimizer.options={config.options}: {error}") from error
 
 
+def hyperparameters_of(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return what the settings decide in each group of a new optimizer; its class may have given them other values."""
+    decided = ("lr", "betas", "weight_decay", *config.options)
+    return [{name: group[name] for name in decided if name in group} for group in optimizer.param_groups]
+
+
 def _class_of(name: str) -> Any:
     if ":" in name or "." in name:
         return load_object(name)

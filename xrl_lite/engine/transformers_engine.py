@@ -22,14 +22,21 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import AutoTokenizer
 
 from xrl_lite.algorithms.packing import PackedBatch
 from xrl_lite.engine.base import BaseEngine, LossFunction, OutputRequest, TokenOutputs, ValueOutputs, WeightShard
 from xrl_lite.engine.lora import Adapter, file_name, hf_name
-from xrl_lite.engine.optimizers import learning_rate_factors, make_optimizer
+from xrl_lite.engine.optimizers import hyperparameters_of, learning_rate_factors, make_optimizer
 from xrl_lite.engine.packed_forward import check_packing, turn_off_dropout
 from xrl_lite.engine.ranks import (
     copy_from_first,
@@ -98,6 +105,7 @@ class TransformersEngine(BaseEngine):
         self._optimizer = make_optimizer(
             self._config.optimizer, (parameter for parameter in self._model.parameters() if parameter.requires_grad)
         )
+        self._hyperparameters = hyperparameters_of(self._optimizer, self._config.optimizer)
         self._factor_at = learning_rate_factors(self._config.optimizer, self._num_updates)
         self._update = 0
         self._set_hyperparameters()
@@ -148,9 +156,8 @@ class TransformersEngine(BaseEngine):
         self._optimizer.zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> float:
-        total = nn.utils.clip_grad_norm_(
-            self._optimizer.param_groups[0]["params"], self._config.optimizer.max_grad_norm
-        )
+        trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        total = nn.utils.clip_grad_norm_(trained, self._config.optimizer.max_grad_norm)
         norm = whole(total).item()  # the same on all ranks, which skip an update together
         if math.isfinite(norm):
             self._optimizer.step()
@@ -242,29 +249,30 @@ class TransformersEngine(BaseEngine):
                 state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor)})
 
     def save_checkpoint(self, folder: Path) -> None:
-        with _told_as_checkpoint_error(f"the state of the ranks could not be written to {folder}"), _alone_on_purpose():
-            dcp.save(self._state(), checkpoint_id=str(folder))
+        what = f"the state of the ranks could not be written to {folder}"
+        with _told_as_checkpoint_error(what), _alone_on_purpose():
+            # of an optimizer that has no state yet, torch makes some by a step
+            dcp.save(self._state(optimizer=bool(self._optimizer.state)), checkpoint_id=str(folder))
 
     def load_checkpoint(self, folder: Path) -> None:
-        state = self._state()
+        self.optimizer_zero_grad()  # with gradients, torch makes no state to be loaded into
+        state = self._state(optimizer=True)
         with _told_as_checkpoint_error(f"{folder} cannot be read"):
-            held = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-        if (misfit := _misfit(state["model"], held)) is not None:
+            metadata = dcp.FileSystemReader(str(folder)).read_metadata()
+        if (misfit := _misfit(state["model"], metadata.state_dict_metadata)) is not None:
             raise ConfigError(
                 f"{folder} is not a checkpoint of the model {self._model_path}: {misfit}. Go on with the model and the "
                 f"adapter that the run began with, or start a new run under another name."
             )
-        # more ranks than wrote it: the new ones keep the random numbers of their seed
-        state = {name: value for name, value in state.items() if not name.startswith("rng/") or name in held}
+        state = _held(state, metadata)
         with _told_as_checkpoint_error(f"{folder} cannot be read"), _alone_on_purpose():
             dcp.load(state, checkpoint_id=str(folder))
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(strict=self._adapter is None),
-        )
+        set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=self._adapter is None))
+        if "optimizer" in state:
+            partial_state = StateDictOptions(strict=False)  # what got no gradient so far has none
+            set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=partial_state)
+        else:
+            self._optimizer.state.clear()
         self._update = int(state["update"])
         self._set_hyperparameters()
         self._set_random_state(state)
@@ -306,21 +314,21 @@ class TransformersEngine(BaseEngine):
 
     def _set_hyperparameters(self) -> None:
         """Give the optimizer what the settings and the schedule say now, whatever a checkpoint held."""
-        config = self._config.optimizer
-        for group in self._optimizer.param_groups:
-            said = {"betas": config.betas, "weight_decay": config.weight_decay, **config.options}
-            group.update({name: value for name, value in said.items() if name in group}, lr=self.learning_rate)
+        factor = self._factor_at(self._update)
+        for group, said in zip(self._optimizer.param_groups, self._hyperparameters, strict=True):
+            group.update(said, lr=said["lr"] * factor)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self, *, optimizer: bool) -> dict[str, Any]:
         # what is frozen is in the model's own folder
         options = StateDictOptions(ignore_frozen_params=self._adapter is not None)
-        model, optimizer = get_state_dict(self._model, self._optimizer, options=options)
-        return {
-            "model": model,
-            "optimizer": optimizer,
+        state = {
+            "model": get_model_state_dict(self._model, options=options),
             "update": torch.tensor(self._update),
             **{f"rng/{rank_here()}/{name}": value for name, value in self._random_state().items()},
         }
+        if optimizer:
+            state["optimizer"] = get_optimizer_state_dict(self._model, self._optimizer, options=options)
+        return state
 
     def _random_state(self) -> dict[str, Tensor]:
         state = {"cpu": torch.get_rng_state()}
@@ -383,6 +391,22 @@ def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
     model.load_state_dict({name: tensor.cpu() for name, tensor in weights.items()}, strict=False, assign=True)
     model.tie_weights()
     return model
+
+
+def _held(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Leave out what a checkpoint may lack: the random numbers of ranks that are new, and what had no state yet."""
+    paths = [path for path in (metadata.planner_data or {}).values() if path[0] == "optimizer"]
+    with_state = {path[2] for path in paths if path[1] == "state"}
+    held = {
+        name: value
+        for name, value in state.items()
+        if not name.startswith("rng/") or name in metadata.state_dict_metadata
+    }
+    optimizer = held.pop("optimizer")
+    if paths:
+        optimizer["state"] = {name: value for name, value in optimizer["state"].items() if name in with_state}
+        held["optimizer"] = optimizer
+    return held
 
 
 def _misfit(model: Mapping[str, Tensor], held: Mapping[str, Any]) -> str | None:
