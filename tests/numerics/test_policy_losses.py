@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from xrl_lite.algorithms import PolicyLossConfig, get_policy_loss_fn, register_policy_loss
+from xrl_lite.algorithms import AlgorithmConfig, PolicyLossConfig, get_policy_loss_fn, register_policy_loss
 from xrl_lite.algorithms.advantages.outcome import grpo_advantages
 from xrl_lite.algorithms.aggregation import MODES, BatchInfo, agg_loss, session_num_tokens
 from xrl_lite.algorithms.losses.tokens import LossConfig
+from xrl_lite.algorithms.objective import LossRows, objective
 from xrl_lite.algorithms.policy_losses import POLICY_LOSSES, policy_loss
 from xrl_lite.errors import ConfigError, PluginError, UnknownNameError
 from xrl_lite.registry import load_object
@@ -385,6 +386,16 @@ def test_aggregation_refuses_what_it_cannot_do() -> None:
         agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token_mean")
     with pytest.raises(ConfigError, match="With 2 ranks batch_num_tokens must be given"):
         agg_loss(torch.ones(1, 1), torch.ones(1, 1), "token-mean", dp_size=2)
+
+
+def test_a_users_loss_computes_with_the_mask() -> None:
+    def inverse(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, mask: Tensor, *_: Any) -> Any:
+        return ((1 - mask) * log_prob).sum() / mask.sum(), {}
+
+    ones = torch.ones(1, 3)
+    rows = LossRows(log_prob=-ones, old_log_prob=ones, advantages=ones, mask=torch.tensor([[True, False, True]]))
+    loss, _ = objective(rows, algorithm=AlgorithmConfig(), policy_loss=inverse, config=LossConfig())
+    assert loss.item() == -0.5
 
 
 def test_a_users_loss_of_verls_form_is_registered_and_found() -> None:

@@ -58,7 +58,7 @@ class KLControllerConfig(Settings):
     """fixed: stays. adaptive: rises while the KL is above `target_kl`, falls while it is below (arXiv 1909.08593)."""
 
     kl_coef: float = Field(default=0.001, ge=0)
-    """Weight at the start."""
+    """Weight; where it is adaptive, the first one."""
 
     horizon: int = Field(default=10_000, gt=0)
     """Trajectories over which an adaptive weight may change by its own size."""

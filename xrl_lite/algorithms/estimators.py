@@ -23,7 +23,7 @@ class AdvantageFunction(Protocol):
 
         Args:
             token_level_rewards: (N, T) float64; NaN in a row marks a trajectory without a reward.
-            response_mask: (N, T) bool.
+            response_mask: (N, T) int64, 1 where a token is trained on.
             args: Not used.
             kwargs: ``index``, (N,) array of group ids; ``config``, the `AlgorithmConfig`; and what is there of
                 ``old_log_probs``, ``ref_log_prob``, ``rollout_log_probs``, ``rollout_is_weights``, ``sum_pi_squared``,

@@ -57,7 +57,7 @@ def objective(
             rows.old_log_prob,
             rows.log_prob,
             rows.advantages,
-            rows.mask,
+            rows.mask.long(),  # as in verl: functions compute with it
             algorithm.aggregation,
             config,
             rows.rollout_is_weights,

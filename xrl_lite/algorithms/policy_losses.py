@@ -31,7 +31,7 @@ class PolicyLossFunction(Protocol):
             old_log_prob: (N, T) under the policy the ratio is taken to.
             log_prob: (N, T) under the policy being trained; the only argument with a gradient.
             advantages: (N, T).
-            response_mask: (N, T), 1 where a token is trained on.
+            response_mask: (N, T) int64, 1 where a token is trained on.
             loss_agg_mode: How the losses of tokens become one number, for `agg_loss`.
             config: A `LossConfig`: the settings of the loss, and ``global_batch_info`` with the counts of the whole
                 update, to be passed on as ``agg_loss(..., **config.global_batch_info)``.

@@ -93,11 +93,12 @@ class AdvantageStep:
 
     def state_dict(self) -> dict[str, float]:
         """What a checkpoint must hold."""
-        return {"kl_coef": self._kl.value}
+        return {"kl_coef": self._kl.value} if self._config.kl_ctrl.type == "adaptive" else {}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from a checkpoint."""
-        self._kl.value = state["kl_coef"]
+        """Go on from a checkpoint; a fixed weight of the KL is that of the settings."""
+        if self._config.kl_ctrl.type == "adaptive":
+            self._kl.value = state.get("kl_coef", self._kl.value)
 
     def _correct(self, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
         correction = self._config.rollout_correction
@@ -125,7 +126,7 @@ class AdvantageStep:
         rewards, metrics = self._subtract_kl(rewards, mask, sessions, batch)
         inputs = self._inputs(batch, sessions)
         advantages, returns = self._estimate(
-            token_level_rewards=rewards, response_mask=mask, index=sessions.index(batch.groups), **inputs
+            token_level_rewards=rewards, response_mask=mask.long(), index=sessions.index(batch.groups), **inputs
         )
         if advantages.shape != mask.shape:
             raise RunError(

@@ -13,6 +13,7 @@ import torch
 from tests.build import make_state
 from xrl_lite.agent_loop.base import mask_unfinished
 from xrl_lite.algorithms import AlgorithmConfig, register_adv_est
+from xrl_lite.algorithms.config import KLControllerConfig
 from xrl_lite.algorithms.packing import collate, pack_groups
 from xrl_lite.data import RolloutState, SampleParams, Status
 from xrl_lite.data.rollout_state import MultimodalInfo
@@ -22,7 +23,7 @@ from xrl_lite.trainer.advantages import AdvantageStep
 from xrl_lite.trainer.prepare import prepare_train_data
 
 
-async def no_engine(batch: TrainBatch, names: list[str]) -> dict[str, list[list[float]]]:
+async def no_engine(batch: TrainBatch, names: list[str], *, kept_policy: bool) -> dict[str, list[list[float]]]:
     raise AssertionError(f"nothing is needed, but {names} was asked for")
 
 
@@ -253,7 +254,7 @@ async def test_the_reward_stands_on_the_last_trained_token() -> None:
         return token_level_rewards, token_level_rewards
 
     await estimate(batch, advantage="test_seen")
-    assert seen == [([[2.0, 0.0], [0.0, 1.0]], [[True, False], [True, True]], [0, 0])]
+    assert seen == [([[2.0, 0.0], [0.0, 1.0]], [[1, 0], [1, 1]], [0, 0])]
 
 
 @pytest.mark.parametrize(
@@ -278,6 +279,17 @@ def measured(**values: list[list[float]]) -> Any:
     return measure
 
 
+async def test_a_users_estimator_computes_with_the_mask() -> None:
+    batch, _ = prepare_train_data([[scored(2.0, response_mask=[1, 0]), scored(1.0, response_mask=[1, 1])]])
+
+    @register_adv_est("test_inverse")
+    def inverse(token_level_rewards: Any, response_mask: Any, **_: Any) -> Any:
+        return token_level_rewards - (1 - response_mask) / response_mask.sum(1, keepdim=True), None
+
+    batch, _ = await estimate(batch, advantage="test_inverse")
+    assert batch.advantages == [[2.0, 0.0], [0.0, 1.0]]
+
+
 async def test_kl_in_the_reward_is_subtracted_token_by_token_and_adapts() -> None:
     settings: dict[str, Any] = {
         "advantage": "reinforce_plus_plus",
@@ -298,6 +310,20 @@ async def test_kl_in_the_reward_is_subtracted_token_by_token_and_adapts() -> Non
     other = AdvantageStep(AlgorithmConfig(**settings))
     other.load_state_dict(step.state_dict())
     assert other.state_dict() == step.state_dict()
+
+
+async def test_a_resumed_run_has_the_fixed_weight_of_the_kl_that_its_settings_say() -> None:
+    batch, _ = prepare_train_data([[scored(1.0), scored(0.0)]])
+    ones = [[1.0, 1.0]] * 2
+
+    def step(controller: KLControllerConfig) -> AdvantageStep:
+        return AdvantageStep(AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=controller))
+
+    for before in (KLControllerConfig(kl_coef=0.5), KLControllerConfig(kl_coef=0.5, type="adaptive")):
+        earlier, now = step(before), step(KLControllerConfig(kl_coef=0.1))
+        now.load_state_dict(earlier.state_dict())
+        _, metrics = await now(batch, measured(old_logprobs=ones, ref_logprobs=ones))
+        assert metrics["reward_kl_penalty_coeff"] == 0.1
 
 
 async def test_returns_for_a_critic_are_kept_where_there_are_values() -> None:
