@@ -125,7 +125,7 @@ def test_interrupted_once_it_saves_and_a_resumed_run_ends_as_if_never_stopped(
 
 def test_interrupted_twice_it_ends_at_once(tmp_path: Path, tiny_model_folder: Path) -> None:
     config = write_config(tmp_path, tiny_model_folder, **{"evaluation": {}})
-    judging, _ = hold_judgement(tmp_path, 1)
+    judging, _ = hold_judgement(tmp_path, 8)  # of the first step, behind those by which the judger proves itself
     with running(config, "task.judger_config.request_timeout=600") as process:
         wait_for_file(judging)
         below = children_of(process.pid)
@@ -242,7 +242,7 @@ def test_a_killed_replica_is_replaced_and_the_run_goes_on_as_if_nothing_had_been
     tmp_path: Path, tiny_model_folder: Path
 ) -> None:
     config = write_config(tmp_path, tiny_model_folder, **{"trainer.num_steps": 4, "evaluation": {}})
-    judging, may_end = hold_judgement(tmp_path, 20)  # of the second step
+    judging, may_end = hold_judgement(tmp_path, 24)  # of the second step
     with running(config) as process:
         wait_for_file(judging)
         os.kill(pid_of(process, "rollout/0"), signal.SIGKILL)
