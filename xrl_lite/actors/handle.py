@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,8 @@ from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.payload import pack
 from xrl_lite.actors.room import Room
 from xrl_lite.errors import ActorError, PayloadError, did_you_mean
+
+_GONE_WITHIN_S = 5.0
 
 
 class ActorHandle:
@@ -179,6 +182,15 @@ class ActorMethod:
 
     def __call__(self, *_args: Any, **_kwargs: Any) -> Any:
         raise TypeError(f"Call {self._name}() of an actor so: await handle.{self._name}.remote(...).")
+
+
+def end_together(handles: Sequence[ActorHandle]) -> None:
+    """End actors at once, and block until their names and resources are free again, which takes milliseconds."""
+    for handle in handles:
+        handle.kill()
+    for handle in handles:
+        with contextlib.suppress(TimeoutError):
+            handle.stop(0.0).result(_GONE_WITHIN_S)
 
 
 def _rebuild(build: Callable[..., Actor], arguments: tuple[Any, ...]) -> ActorHandle:

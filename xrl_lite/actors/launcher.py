@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from xrl_lite.actors.default import default_system
-from xrl_lite.actors.handle import ActorHandle
+from xrl_lite.actors.handle import ActorHandle, end_together
 from xrl_lite.actors.placement import PlacementGroup
 from xrl_lite.errors import ResourceError
 
@@ -99,8 +99,7 @@ class CPUActorLauncher:
                 )
                 workers.append(worker)
         except BaseException:
-            for worker in workers:
-                worker.kill()
+            end_together(workers)
             raise
         return workers
 
@@ -201,8 +200,7 @@ def _start_each(
             more: dict[str, Any] = {"num_cpus": group[index].spec["CPU"]} if told else {}
             workers.append(launcher.build_actor(worker_cls, config, pg=group, bundle_idx=index, **more))
     except BaseException:
-        for worker in workers:
-            worker.kill()
+        end_together(workers)
         raise
     return workers
 

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from xrl_lite.actors.future import CallFuture
-from xrl_lite.actors.handle import ActorHandle
+from xrl_lite.actors.handle import ActorHandle, end_together
 from xrl_lite.errors import ActorDiedError, ActorError, ActorUnavailableError, did_you_mean, errors_as_themselves
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ class ActorPool:
                 handles.append(system.spawn(actor_cls, *args, name=own_name, **options))
             return cls(handles, policy)
         except BaseException:
-            for handle in handles:
-                handle.kill()
+            end_together(handles)
             raise
 
     def __len__(self) -> int:

@@ -38,6 +38,7 @@ from xrl_lite.actors.actor import (
     CallCounts,
     DeathCallback,
     again,
+    cut_off,
     died_error,
     restarts_used_up_error,
     timeout_error,
@@ -45,6 +46,7 @@ from xrl_lite.actors.actor import (
 )
 from xrl_lite.actors.borrowed import BorrowedActor
 from xrl_lite.actors.failure import unpack_failure
+from xrl_lite.actors.forks import tell_forks
 from xrl_lite.actors.future import CallFuture
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.ledger import Claim, Resources
@@ -229,6 +231,7 @@ class RayActor:
         self._counts = CallCounts()
         self._lock = threading.Lock()
         self._pending = 0
+        tell_forks(self)
         hub.post(self._start_shell, time.monotonic() + _NAME_FREE_WITHIN_S)
 
     @property
@@ -285,6 +288,9 @@ class RayActor:
 
     def kill(self) -> None:
         self._hub.post(self._go_down, lambda: unavailable_error(self._spec, "it was killed by its owner"))
+
+    def after_fork(self) -> None:
+        cut_off(self, self._spec.name)
 
     def on_death(self, callback: DeathCallback) -> None:
         self._death_callbacks.append(callback)
