@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import re
 import tempfile
@@ -11,6 +13,12 @@ TAIL_LINES = 50
 _TAIL_BYTES = 64 * 1024
 _RELAY_LINES = 100
 _RELAY_BYTES = 64 * 1024
+_KEEP_BYTES = 1 << 20
+_FORGET_BYTES = 8 << 20
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+
+_fallocate = ctypes.CDLL(None).fallocate
+_fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctypes.c_longlong]
 
 
 class ActorLog:
@@ -24,7 +32,7 @@ class ActorLog:
         else:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.fd = os.open(self.path, flags | os.O_CREAT, 0o644)
-        self._start = self._relayed = self.size_bytes
+        self._start = self._relayed = self._forgotten = self.size_bytes
 
     @property
     def size_bytes(self) -> int:
@@ -63,6 +71,14 @@ class ActorLog:
 
     def _read(self, start: int, count: int) -> bytes:
         return os.pread(self.fd, count, start) if self.fd >= 0 and count > 0 else b""
+
+    def forget_old(self) -> None:
+        """Give back the space of what a nameless file holds beyond its end; all positions stay what they are."""
+        size = self.size_bytes
+        if self.path is None and size - self._forgotten > _KEEP_BYTES + _FORGET_BYTES:
+            begin, end = self._forgotten, (size - _KEEP_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+            if _fallocate(self.fd, _PUNCH_HOLE | _KEEP_SIZE, begin, end - begin) == 0:
+                self._forgotten = end
 
     def close(self) -> None:
         """Close the file."""

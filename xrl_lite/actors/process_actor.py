@@ -559,6 +559,8 @@ class ProcessActor:
 
     def _watch_output(self) -> None:
         self._relay_output()
+        if self._log is not None:
+            self._log.forget_old()
         self._watchers["output"] = self._hub.loop.call_later(_RELAY_EVERY_S, self._watch_output)
 
     def _relay_output(self, *, last: bool = False) -> None:

@@ -82,6 +82,20 @@ def test_a_log_without_a_folder_has_no_name() -> None:
     log.close()
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_log_without_a_name_takes_no_more_space_than_its_end(tmp_path: Path, named: bool) -> None:
+    log = ActorLog(tmp_path if named else None, "x")
+    for number in range(20):
+        os.write(log.fd, b"x" * (1 << 20) + b"\n%d\n" % number)
+        log.forget_old()
+    assert log.size_bytes > 20 << 20
+    assert os.pread(log.fd, 1, 0) == (b"x" if named else b"\0")
+    assert named or os.fstat(log.fd).st_blocks * 512 < 12 << 20
+    assert log.tail().endswith("\n19")
+    assert log.tail(since=log.size_bytes - 3) == "19"
+    log.close()
+
+
 class FailsToUnpickle:
     def __getstate__(self) -> int:
         return 1
