@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from xrl_lite.judger.score import Tallies
 
 EXIT_OK, EXIT_ERROR, EXIT_USAGE, EXIT_BELOW, EXIT_STOPPED = 0, 1, 2, 3, 130
+
+_ERRORS_SHOWN = 5
 
 AddCommand = Callable[..., argparse.ArgumentParser]
 """Adds a command, and returns the parser of its arguments."""
@@ -240,15 +243,17 @@ def _show_tallies(tallies: Tallies) -> None:
 
 def _verdict(tallies: Tallies, options: argparse.Namespace) -> int:
     together = tallies.together
+    max_failed = 0 if options.max_failed is None and options.threshold is not None else options.max_failed
+    for error in islice(together.first_errors.values(), _ERRORS_SHOWN):
+        _say(f"The first of its kind: {error}")
     if not together.scores:
         _say("No sample got a score.")
         return EXIT_ERROR
-    failed = together.total - together.outcomes["ok"] - together.outcomes["skipped"]
     if options.threshold is not None and not together.mean_score >= options.threshold:
         _say(f"The mean score {together.mean_score:.4f} is below the threshold {options.threshold:g}.")
         return EXIT_BELOW
-    if options.max_failed is not None and failed > options.max_failed:
-        _say(f"{failed} samples failed, and at most {options.max_failed} may.")
+    if max_failed is not None and together.num_failed > max_failed:
+        _say(f"{together.num_failed} of {together.total} samples failed, and at most {max_failed} may (--max-failed).")
         return EXIT_BELOW
     return EXIT_OK
 
@@ -380,8 +385,8 @@ def _score_command(add_command: AddCommand) -> None:
     add("--prompt-column", help="column of the prompt, a text or messages; for judgers that read it")
     add("--data-source", help="data source of rows that name none")
     add("--num-rows", type=int, help="use so many rows from the start")
-    add("--threshold", type=float, help="exit code 3 if the mean score is lower")
-    add("--max-failed", type=int, help="exit code 3 if more samples get no score, skipped ones aside")
+    add("--threshold", type=float, help="exit code 3 if the mean score is lower, or a sample fails")
+    add("--max-failed", type=int, help="exit code 3 if more samples fail (0 with --threshold)")
     add("--at-once", type=int, default=256, help="most judgements under way (256)")
     add("--num-cpus", type=float, help="CPU slots for workers; all of the machine if not given")
     add("--no-self-test", action="store_true", help="do not let the judger prove itself first")

@@ -7,7 +7,7 @@ setting ``signature``.
 =============  ===================================================================  ==============================
 name           called as                                                            returns
 =============  ===================================================================  ==============================
-xtuner         ``fn(response, label, extra_info)``                                  dict with ``score``
+xtuner         ``fn(response, label, extra_info)``                                  number or dict with ``score``
 verl           ``fn(data_source, solution_str, ground_truth, extra_info)``          number or dict with ``score``
 verl_batch     ``fn(data_sources, solution_strs, ground_truths, extra_infos)``      list of these
 trl            ``fn(prompts, completions, completion_ids, **columns)``, texts       list of number or None (skip)
@@ -24,6 +24,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from copy import copy
+from numbers import Number
 from typing import Any, ClassVar, Self, cast
 
 from xrl_lite.data.rollout_state import RolloutState
@@ -156,6 +157,12 @@ class XtunerReward(RewardAdapter):
         for name in self.needs:
             info[name] = payload[name]
         return {"response": payload["response"], "label": payload["label"], "extra_info": info}
+
+    def read(self, result: Any) -> Any:
+        """Take a bare number for the score; in XTuner only a dict is a reward."""
+        if type(result) is dict or not (isinstance(result, Number) or hasattr(result, "dtype")):
+            return result
+        return {"score": result}
 
 
 class VerlReward(RewardAdapter):

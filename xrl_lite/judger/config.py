@@ -122,7 +122,8 @@ class JudgerConfig(_DumpsWhatLoads):
     """Worker processes to run in. None runs it in this process, where a hang or a crash is only half contained."""
 
     signature: str = "xtuner"
-    """How the reward function is called: xtuner, verl, verl_batch, trl, trl_chat, openrlhf or areal."""
+    """How the reward function is called: xtuner, verl, verl_batch, trl, trl_chat, openrlhf or areal. With xtuner it
+    takes `response`, `label` and `extra_info`, or some of them, and returns a number, or a dict with it as `score`."""
 
     reward_kwargs: dict[str, Any] = Field(default_factory=dict[str, Any], exclude=True)
     """Further arguments for a reward function of another signature; they win over what the sample gives."""

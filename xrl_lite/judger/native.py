@@ -252,6 +252,7 @@ def _accept(result: Any) -> JudgerOutput:
         raise RewardValueError("Reward handler did not return a response.")
     if not isinstance(result, dict):
         raise RewardValueError(
-            f"Reward handler must return a dict, but got {type(result)}. It returned {result!r:.200}."
+            f"Reward handler must return a dict, but got {type(result)}. It returned {result!r:.200}. Return the score "
+            f"as a number, or a dict with 'score'."
         )
     return cast("JudgerOutput", result)

@@ -281,6 +281,8 @@ class Tally:
     """Count of each outcome."""
     scores: list[float] = field(default_factory=list[float])
     """Scores of those that have one."""
+    first_errors: dict[str, str] = field(default_factory=dict[str, str])
+    """What the first of each kind of failure says."""
     run_s: list[float] = field(default_factory=list[float])
     """Seconds that each ran."""
 
@@ -288,6 +290,11 @@ class Tally:
     def total(self) -> int:
         """Samples."""
         return sum(self.outcomes.values())
+
+    @property
+    def num_failed(self) -> int:
+        """Samples that should have got a score and did not; skipping is a choice."""
+        return self.total - self.outcomes[Outcome.OK] - self.outcomes[Outcome.SKIPPED]
 
     @property
     def mean_score(self) -> float:
@@ -317,8 +324,15 @@ class Tallies:
         for tally in (mine, self.together):
             tally.outcomes[judgement["outcome"]] += 1
             tally.run_s.append(float(judgement["run_s"]))
+            if judgement["error"] is not None and judgement["outcome"] != Outcome.SKIPPED:
+                tally.first_errors.setdefault(_kind_of(judgement["error"]), judgement["error"])
             if record["reward"] is not None:
                 tally.scores.append(float(record["reward"]["score"]))
+
+
+def _kind_of(error: str) -> str:
+    """Return what an error that names judger, sample, outcome, type and message has in common with its like."""
+    return ": ".join(error.split(": ")[1:3])
 
 
 def _source_name(source: Any) -> str:

@@ -258,7 +258,9 @@ async def test_a_pool_without_replicas_left_stops_the_run() -> None:
         ({"score": None}, "finite number as 'score', got None"),
         ({"score": [1.0]}, "finite number as 'score'"),
         ([{"score": 1.0}], "must return a dict, but got <class 'list'>"),
-        (1.0, "must return a dict, but got <class 'float'>"),
+        ("1.0", "must return a dict, but got <class 'str'>"),
+        (math.nan, "finite number as 'score', got nan"),
+        (1j, "finite number as 'score', got 1j"),
         (None, "Reward handler did not return a response."),
     ],
 )
@@ -270,10 +272,11 @@ async def test_what_is_no_reward_is_refused_with_judger_sample_and_value(value: 
     assert says in str(state.error_msg)
 
 
-@pytest.mark.parametrize("score", [True, False, 0, -3, 0.5])
-async def test_finite_numbers_and_bools_are_scores(score: Any) -> None:
-    state = await NativeJudger("mine", lambda **_: {"score": score}).judge(make_state())
-    assert state.reward == {"score": score}
+@pytest.mark.parametrize("score", [True, False, 0, -3, 0.5, Fraction(1, 4), numpy.float32(0.5), torch.tensor(2)])
+async def test_finite_numbers_and_bools_are_scores_also_without_a_dict(score: Any) -> None:
+    for value in ({"score": score}, score):
+        state = await NativeJudger("mine", lambda value=value, **_: value).judge(make_state())
+        assert state.reward == {"score": score}
 
 
 @pytest.mark.parametrize(

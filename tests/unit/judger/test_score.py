@@ -168,6 +168,10 @@ def sometimes(response, label, extra_info):
         raise ValueError("no such unit")
     return {"score": 1.0}
 
+def in_two_ways(response, label, extra_info):
+    number = int(response.split()[-1])
+    raise (ZeroDivisionError if number % 2 else KeyError)(number)
+
 def never(response, label, extra_info):
     raise KeyError("unit")
 """
@@ -184,6 +188,28 @@ def test_failures_are_kept_apart_from_zeros(data: Path, tmp_path: Path, capsys: 
     (failed,) = [record for record in records(data.with_suffix(".scored.jsonl")) if record["reward"] is None]
     assert failed["row"] == 5
     assert "ValueError: no such unit" in failed["judgement"]["error"]
+
+
+@pytest.mark.parametrize(("options", "code"), [([], EXIT_BELOW), (["--max-failed", "1"], 0)])
+def test_a_sample_that_failed_misses_a_threshold(
+    data: Path, tmp_path: Path, options: list[str], code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rewards.py").write_text(BROKEN)
+    handler = f"{tmp_path / 'rewards.py'}:sometimes"
+    assert main(["score", str(data), "--judger", handler, "--threshold", "0.9", *options]) == code
+    shown = said(capsys)
+    assert "The first of its kind: judger 'score', sample 5: raised: ValueError: no such unit" in shown
+    assert ("1 of 6 samples failed, and at most 0 may (--max-failed)" in shown) is (code == EXIT_BELOW)
+
+
+def test_where_all_fail_the_first_error_of_each_kind_is_shown(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rewards.py").write_text(BROKEN)
+    assert main(["score", str(data), "--judger", f"{tmp_path / 'rewards.py'}:in_two_ways"]) == EXIT_ERROR
+    shown = said(capsys)
+    assert [shown.count(text) for text in ("KeyError: 2 ", "KeyError: 4 ", "ZeroDivisionError: 1 ")] == [1, 0, 1]
+    assert "No sample got a score." in shown
 
 
 def test_a_judger_that_never_works_stops_it(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
