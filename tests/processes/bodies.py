@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ClassVar
 
 
@@ -235,6 +235,9 @@ class Mixed:
     async def ping_in_a_loop_of_its_own(self) -> str:
         await asyncio.sleep(0)
         return "pong"
+
+    def ping_by_sync(self) -> Awaitable[str]:
+        return self.ping()
 
     async def sync_has_begun(self) -> bool:
         return self.begun.is_set()

@@ -203,6 +203,13 @@ async def test_an_interrupt_waits_until_the_arguments_are_there(keeper: ActorHan
     assert keeper.restarts == 0
 
 
+async def test_what_a_sync_method_returns_to_be_awaited_waits_for_no_sync_method(mixed: ActorHandle) -> None:
+    first = mixed.ping_by_sync.remote()
+    for _ in range(2):
+        mixed.sleep_sync.remote(600.0)
+    assert await first == "pong"
+
+
 async def test_a_sync_wrapper_of_an_async_function_runs_in_the_main_thread(mixed: ActorHandle) -> None:
     assert await mixed.ping_in_a_loop_of_its_own.remote() == "pong"
 

@@ -233,6 +233,7 @@ class _LoopWorker:
         self._loop = asyncio.new_event_loop()
         self._waiting: deque[tuple[Work, AsyncMethod | None]] = deque()
         """Calls in the order in which they came; sync ones have no method here."""
+        self._handed_over: deque[tuple[Work, AsyncMethod]] = deque()
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
         self._new_tasks: set[int] = set()
         """Calls whose task has not taken its first step."""
@@ -298,12 +299,13 @@ class _LoopWorker:
         if task := self._tasks.get(frame.call_id):
             task.cancel()
             return
-        for waiting in self._waiting:
-            if waiting[0].frame.call_id == frame.call_id:
-                self._waiting.remove(waiting)
-                self._line.reply(frame, (Kind.CANCELLED, EMPTY))
-                self._begin_waiting()
-                return
+        for queue in (self._waiting, self._handed_over):
+            for index, (work, _) in enumerate(queue):
+                if work.frame.call_id == frame.call_id:
+                    del queue[index]
+                    self._line.reply(frame, (Kind.CANCELLED, EMPTY))
+                    self._begin_waiting()
+                    return
 
     def _queue(self, frame: Frame) -> None:
         try:
@@ -318,6 +320,8 @@ class _LoopWorker:
 
     def _begin_waiting(self) -> None:
         """Begin the calls whose turn it is."""
+        while self._handed_over and len(self._tasks) < self._max_concurrency:
+            self._begin_async(*self._handed_over.popleft())
         while self._waiting:
             work, method = self._waiting[0]
             if method is None:
@@ -374,9 +378,9 @@ class _LoopWorker:
         self._loop.call_soon_threadsafe(self._adopt, Work(frame, name, (), {}), awaitable)
 
     def _adopt(self, work: Work, awaitable: Awaitable[Any]) -> None:
-        """Go on with what a sync method returned as with an async method that has just come first."""
+        """Go on with what a sync method returned as with an async method; it has begun, so it waits for room only."""
         self._page.turn_async(work.frame.slot)
-        self._waiting.appendleft((work, lambda: awaitable))
+        self._handed_over.append((work, lambda: awaitable))
         self._begin_waiting()
 
 
