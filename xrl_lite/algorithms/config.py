@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from xrl_lite.algorithms.correction_config import RolloutCorrectionConfig, preset_or_mapping
 from xrl_lite.algorithms.distillation import DISTILLATION_LOSSES
@@ -67,6 +67,9 @@ class KLControllerConfig(Settings):
     """KL per token that an adaptive weight aims at, in nats."""
 
 
+_CLIP_SIDES = ("clip_ratio_low", "clip_ratio_high")
+
+
 class PolicyLossConfig(_Readable):
     """Which surrogate is minimised. In YAML also just its name."""
 
@@ -74,7 +77,7 @@ class PolicyLossConfig(_Readable):
     """Name of the policy loss, or the path of a function with verl's signature."""
 
     clip_ratio: float = Field(default=0.2, gt=0)
-    """Range of the probability ratio, where the two below are not given."""
+    """Range of the probability ratio on each side that is not given below; refused where neither side has it."""
 
     clip_ratio_low: float = Field(default=0.2, gt=0)
     """The ratio is clipped below at 1 minus this; `clip_ratio` when not given."""
@@ -129,11 +132,30 @@ class PolicyLossConfig(_Readable):
     def _one_ratio_for_both_sides(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
-        given = dict(cast("Mapping[str, Any]", data))
-        for side in ("clip_ratio_low", "clip_ratio_high"):
-            if given.get(side) is None:
-                given[side] = given.get("clip_ratio", 0.2)
+        items = cast("Mapping[str, Any]", data).items()
+        given = {name: value for name, value in items if value is not None or name not in _CLIP_SIDES}
+        sides = [given[side] for side in _CLIP_SIDES if side in given]
+        if len(sides) == len(_CLIP_SIDES) and given.get("clip_ratio", sides[0]) not in sides:
+            raise ValueError(
+                f"clip_ratio={given['clip_ratio']} has no effect beside clip_ratio_low={sides[0]} and "
+                f"clip_ratio_high={sides[1]}. Change these, or set them to null to have clip_ratio for both sides."
+            )
         return given
+
+    @model_validator(mode="after")
+    def _fill_in_sides(self) -> Self:
+        for side in _CLIP_SIDES:
+            if side not in self.model_fields_set:
+                object.__setattr__(self, side, self.clip_ratio)  # not among what was set: it goes along with clip_ratio
+        return self
+
+    @model_serializer(mode="wrap")
+    def _dump(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what follows from the rest, so that overrides of a dump mean what they mean for the settings."""
+        filled_in = set(_CLIP_SIDES) - self.model_fields_set
+        unused = set[str]() if filled_in or "clip_ratio" in self.model_fields_set else {"clip_ratio"}
+        values = cast("dict[str, Any]", dump(self))
+        return {name: value for name, value in values.items() if name not in filled_in | unused}
 
     @model_validator(mode="after")
     def _check_loss(self) -> Self:

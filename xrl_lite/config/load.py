@@ -209,7 +209,7 @@ def _replaced(value: Any, keys: Sequence[str], new: Any, path: str) -> Any:
     name, *rest = keys
     if isinstance(value, BaseModel):
         _check_known(name, type(value).model_fields, path)
-        opened = {field: getattr(value, field) for field in type(value).model_fields}
+        opened = {field: getattr(value, field) for field in type(value).model_fields if field in value.model_fields_set}
         # an object of a class that was chosen by name must be found again under that name
         opened["type"] = f"{type(value).__module__}:{type(value).__qualname__}"
         if isinstance(value, RunConfig) or type(value) in _fixed_classes():

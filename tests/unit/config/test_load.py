@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.build import run_settings
-from xrl_lite.algorithms import register_adv_est
+from xrl_lite.algorithms import PolicyLossConfig, register_adv_est
 from xrl_lite.config import dump_config, load_config
 from xrl_lite.config.check import check_data, check_user_code
 from xrl_lite.config.describe import describe
@@ -342,6 +342,56 @@ def test_names_and_mappings_of_algorithms_are_read(tmp_path: Path) -> None:
     assert correction.is_bounds == (0.5, 2.0)
     assert config.resolved_algorithm.loss_scale_factor == 6.0  # the longest response of these settings
     assert RunConfig.model_validate(yaml.safe_load(dump_config(config))) == config
+
+
+LOSS = "algorithm.policy_loss"
+
+
+@pytest.mark.parametrize(
+    ("given", "sides", "dumped"),
+    [
+        ({}, (0.2, 0.2), {"clip_ratio": 0.2}),
+        ({"clip_ratio": 0.3}, (0.3, 0.3), {"clip_ratio": 0.3}),
+        ({"clip_ratio_low": 0.1}, (0.1, 0.2), {"clip_ratio": 0.2, "clip_ratio_low": 0.1}),
+        ({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, (0.1, 0.3), {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}),
+        ({"clip_ratio": 0.3, "clip_ratio_low": None}, (0.3, 0.3), {"clip_ratio": 0.3}),
+        ({"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, (0.2, 0.28), None),
+    ],
+)
+def test_a_dump_has_those_clip_ratios_that_the_others_follow_from(
+    tmp_path: Path, given: dict[str, Any], sides: tuple[float, float], dumped: dict[str, float] | None
+) -> None:
+    path = write(tmp_path, algorithm={"policy_loss": given})
+    loss = load_config(path).algorithm.policy_loss
+    assert (loss.clip_ratio_low, loss.clip_ratio_high) == sides
+    values = loss.model_dump(mode="json")
+    names = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    assert {name: values[name] for name in names if name in values} == (dumped or given)
+    assert PolicyLossConfig.model_validate(values) == loss
+    if dumped is not None:
+        path.write_text(dump_config(load_config(path)))
+        changed = load_config(path, [f"{LOSS}.clip_ratio_low=0.15"]).algorithm.policy_loss
+        assert (changed.clip_ratio_low, changed.clip_ratio_high) == (0.15, sides[1])
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+def test_a_clip_ratio_that_neither_side_uses_is_refused(tmp_path: Path, is_python: bool) -> None:
+    path = write(tmp_path, algorithm={"policy_loss": {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}})
+    if is_python:
+        source = tmp_path / "config.py"
+        source.write_text(
+            "from pathlib import Path\n"
+            "from xrl_lite.config import load_config\n"
+            f"config = load_config(Path({str(path)!r}))\n"
+        )
+        path = source
+    text = refusal(path, f"{LOSS}.clip_ratio=0.5")
+    assert "clip_ratio=0.5 has no effect beside clip_ratio_low=0.2 and clip_ratio_high=0.28" in text
+    loss = load_config(path, [f"{LOSS}.clip_ratio_low=0.1"]).algorithm.policy_loss
+    assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.1, 0.28)
+    not_given = [f"{LOSS}.clip_ratio_low=null", f"{LOSS}.clip_ratio_high=null"]
+    loss = load_config(path, [f"{LOSS}.clip_ratio=0.5", *not_given]).algorithm.policy_loss
+    assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.5, 0.5)
 
 
 def test_python_config_takes_overrides(tmp_path: Path) -> None:
