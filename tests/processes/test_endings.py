@@ -556,6 +556,15 @@ async def test_every_incarnation_has_the_surroundings_in_which_it_was_spawned(
         await handle.stop(0.0)
 
 
+async def test_the_folder_of_the_driver_is_no_place_to_look_for_modules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the one of Python')")
+    monkeypatch.chdir(tmp_path)
+    async with ActorSystem(num_cpus=1) as system:
+        assert await system.spawn(bodies.Victim).ping.remote() == "pong"
+
+
 async def test_children_are_seeded_by_name_and_incarnation(system: ActorSystem) -> None:
     draws: list[float] = []
     for _ in range(2):
