@@ -160,9 +160,8 @@ class XtunerReward(RewardAdapter):
 
     def read(self, result: Any) -> Any:
         """Take a bare number for the score; in XTuner only a dict is a reward."""
-        if type(result) is dict or not (isinstance(result, Number) or hasattr(result, "dtype")):
-            return result
-        return {"score": result}
+        is_number = type(result) is not dict and (isinstance(result, Number) or hasattr(result, "dtype"))
+        return {"score": result} if is_number else result
 
 
 class VerlReward(RewardAdapter):
