@@ -161,6 +161,7 @@ async def open_trainer(
         model_path=model_path,
         num_updates=config.num_updates,
         seed=config.seed,
+        weights_dtype=config.rollout.dtype,
         bundle=devices.training,
     )
     critic = build_critic(config, model_path, system, devices.training)

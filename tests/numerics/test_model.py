@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import shutil
 import statistics
 import threading
@@ -33,6 +34,7 @@ from xrl_lite.errors import ConfigError, RolloutError, WeightSyncError
 from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult
 from xrl_lite.rollout.torch_engine import TorchReplica
+from xrl_lite.weight_sync.senders import FolderSender
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12, 13, 14]]
 
@@ -254,6 +256,34 @@ def test_a_weight_without_a_gradient_so_far_has_no_state_in_a_checkpoint_either(
     other.load_checkpoint(tmp_path)
     assert unused(other) not in other._optimizer.state
     assert len(other._optimizer.state) == len(one._optimizer.state)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_warned"),
+    [
+        ({"dtype": "bfloat16"}, True),
+        ({"dtype": "bfloat16", "optimizer": {"learning_rate": 1e-3}}, False),
+        ({"dtype": "bfloat16", "lora": {}}, False),
+        ({"dtype": "float32"}, False),
+    ],
+)
+def test_updates_that_bfloat16_would_round_away_are_warned_of(
+    settings: dict[str, Any], is_warned: bool, tiny_model_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = EngineConfig.model_validate(settings)
+    engine = LanguageModelEngine(model_path=str(tiny_model_folder), config=config, num_updates=1, seed=0)
+    engine.initialize()
+    told = re.search(r"(\d+) % of the weights will not move.*Set dtype to float32", caplog.text)
+    assert (told is not None) is is_warned
+    if told is None:
+        return
+    weights = [(weight, weight.detach().clone()) for weight in engine._model.parameters()]
+    for weight, before in weights:
+        weight.grad = torch.ones_like(before)
+    engine.optimizer_step()
+    moved = sum(int((weight != before).sum()) for weight, before in weights)
+    share = moved / sum(before.numel() for _, before in weights)
+    assert share <= 1 - int(told[1]) / 100
 
 
 class MatricesApart(torch.optim.AdamW):
@@ -530,6 +560,27 @@ def adapter_weights(shape: torch.Size, seed: int) -> dict[str, torch.Tensor]:
         f"base_model.model.{LAYER}.lora_{side}.weight": torch.randn(size, generator=generator)
         for side, size in sides.items()
     }
+
+
+async def test_weights_are_handed_over_in_the_type_of_the_replicas(tiny_model_folder: Path, tmp_path: Path) -> None:
+    config = EngineConfig(optimizer=OptimizerConfig(learning_rate=1e-6))
+    worker = EngineWorker(
+        config=config, model_path=str(tiny_model_folder), num_updates=9, seed=0, weights_dtype="bfloat16"
+    )
+    worker.train_batch(make_batch())
+    trained = worker.export_weights()
+    assert {weight.dtype for weight in trained.values()} == {torch.float32}
+    worker.attach_weights(FolderSender(str(tmp_path), bucket_bytes=1 << 20))
+    offer = worker.open_weights(1)
+    assert offer is not None
+    replica = TorchReplica(config=RolloutConfig(dtype="bfloat16"), model_path=str(tiny_model_folder), replica=0)
+    await replica.prepare_weights(offer.manifest)
+    assert await replica.load_weights(worker.send_weights(0, 1)) == offer.checksums
+    assert await replica.finish_weights() == 1
+    (result,) = await generate(replica, make_requests(1))
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.bfloat16)
+    model.load_state_dict(trained, strict=False)
+    assert result.logprobs == pytest.approx(plain_logprobs(model, PROMPTS[0], result.token_ids), abs=0.05)
 
 
 async def test_an_adapter_that_is_sent_alone_changes_its_layers_and_takes_the_place_of_the_last(

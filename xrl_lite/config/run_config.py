@@ -157,11 +157,6 @@ class RunConfig(Settings):
             EngineRegistry.check(engine.backend)
         self._check_sampling()
         self._check_lengths()
-        if self.rollout.dtype != self.engine.dtype:
-            raise ValueError(
-                f"rollout.dtype ({self.rollout.dtype}) must be engine.dtype ({self.engine.dtype}): the weights are "
-                f"handed over as they are."
-            )
         self._check_producing()
         self._check_mode()
         RolloutReplicaRegistry.check(self.rollout.engine)

@@ -105,7 +105,10 @@ class EngineConfig(Settings):
     """Compute threads of a rank; when not given, all CPUs of the machine, divided by the ranks."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the weights and, unless `compute_dtype` says otherwise, of the arithmetic."""
+    """Type of the weights and, unless `compute_dtype` says otherwise, of the arithmetic. In bfloat16 small updates are
+    rounded away, since no finer copy of the weights is kept: at a learning rate of 1e-6 none above 0.0005 moves. It is
+    for an adapter (`lora`), whose weights are float32 whatever this says. Otherwise leave float32 here, and set
+    `compute_dtype` and `rollout.dtype` to bfloat16."""
 
     compute_dtype: Literal["float32", "bfloat16"] | None = None
     """Type the layers compute in while weights and optimizer keep `dtype` (mixed precision); None is `dtype`."""

@@ -198,6 +198,7 @@ class TrainingController(RankGroup):
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of the run.
+        weights_dtype: Type in which weights are handed over; the engine's when not given.
         bundle: Where they are placed, see `RankGroup`.
     """
 
@@ -210,6 +211,7 @@ class TrainingController(RankGroup):
         model_path: str,
         num_updates: int,
         seed: int,
+        weights_dtype: str | None = None,
         bundle: Bundle | None = None,
     ) -> None:
         from xrl_lite.engine.worker import EngineWorker  # loads torch
@@ -224,6 +226,7 @@ class TrainingController(RankGroup):
             seed=seed,
             bundle=bundle,
             algorithm=algorithm,
+            weights_dtype=weights_dtype,
         )
 
     async def measure(

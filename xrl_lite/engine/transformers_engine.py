@@ -60,6 +60,9 @@ OutputsOf = Callable[[Any, PackedBatch, float, OutputRequest], "dict[str, Tensor
 ADAPTER = "adapter"
 """Folder inside an exported model that holds the adapter by itself, where there is one."""
 
+_HALF_STEP = 2.0**-9
+"""Half the distance of neighbouring bfloat16 numbers, as a share of them, is this at least."""
+
 
 class TransformersEngine(BaseEngine):
     """Trains a model on one rank, or on several that share its weights."""
@@ -109,6 +112,7 @@ class TransformersEngine(BaseEngine):
         self._factor_at = learning_rate_factors(self._config.optimizer, self._num_updates)
         self._update = 0
         self._set_hyperparameters()
+        self._warn_of_lost_updates()
 
     def _loaded(self, path: str) -> Any:
         model = self._load(path)
@@ -311,6 +315,20 @@ class TransformersEngine(BaseEngine):
         with torch.no_grad():
             for own, given in zip(self._own_values(), values, strict=True):
                 own.copy_(given)
+
+    def _warn_of_lost_updates(self) -> None:
+        rate = self._config.optimizer.learning_rate
+        narrow = [values for values in self._own_values() if values.dtype == torch.bfloat16]
+        num_weights = sum(values.numel() for values in narrow)
+        num_stuck = sum(int((values.abs() > rate / _HALF_STEP).sum()) for values in narrow)
+        if rank_here() == 0 and num_stuck > num_weights / 2:
+            logger.warning(
+                "%d %% of the weights will not move: an update of the size of learning_rate %g is less than half a "
+                "step of bfloat16 for them, and is rounded away. Set dtype to float32 and compute_dtype to bfloat16 "
+                "(rollout.dtype may be bfloat16 still), or train an adapter (lora).",
+                100 * num_stuck / num_weights,
+                rate,
+            )
 
     def _set_hyperparameters(self) -> None:
         """Give the optimizer what the settings and the schedule say now, whatever a checkpoint held."""

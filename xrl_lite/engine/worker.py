@@ -49,6 +49,7 @@ class EngineWorker(RankWorker):
         model_path: Hugging Face folder or hub id.
         num_updates: Updates of the whole run.
         seed: Seed of the run.
+        weights_dtype: Type in which weights are handed over; the engine's when not given.
         place: Which rank this is, and where it meets the others.
     """
 
@@ -60,6 +61,7 @@ class EngineWorker(RankWorker):
         num_updates: int,
         seed: int,
         algorithm: AlgorithmConfig | None = None,
+        weights_dtype: str | None = None,
         place: RankPlace = RankPlace(),  # noqa: B008 - frozen
     ) -> None:
         algorithm = algorithm or AlgorithmConfig()
@@ -78,6 +80,7 @@ class EngineWorker(RankWorker):
         correction = algorithm.rollout_correction
         replaced = correction is not None and correction.loss_type == "reinforce"
         self._loss_function = get_policy_loss_fn("reinforce" if replaced else algorithm.policy_loss.loss_mode)
+        self._weights_dtype = weights_dtype
         self._num_updates = 0
         self._sender: WeightSender
 
@@ -169,6 +172,9 @@ class EngineWorker(RankWorker):
                 pass
             return None
         adapter = self._engine.peft_config if adapters_only else None
+        if adapter is None and self._weights_dtype not in (None, self._config.dtype):
+            dtype = getattr(torch, self._weights_dtype)
+            parameters = ((name, weight.to(dtype)) for name, weight in parameters)
         return self._sender.open(parameters, version=version, num_updates=self._num_updates, adapter=adapter)
 
     @on_all_ranks

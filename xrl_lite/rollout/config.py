@@ -39,7 +39,8 @@ class RolloutConfig(Settings):
     the same device, else what vLLM takes by itself."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of weights and arithmetic. Other than the trainer's, log-probs of the two drift apart."""
+    """Type of weights and arithmetic; the trainer hands weights over in it, whatever its own type. Other than what the
+    trainer computes in, log-probs of the two drift apart."""
 
     max_batch_size: int = Field(default=512, gt=0)
     """Sequences a replica generates at once."""

@@ -430,5 +430,6 @@ def copy_tensors(bucket: WeightBucket, own: dict[str, Tensor]) -> dict[str, str]
     with torch.no_grad():
         for name, tensor in bucket.tensors():
             own[name].copy_(tensor)
-            checksums[name] = tensor_checksum(own[name])
+            # a wider one holds the same number
+            checksums[name] = tensor_checksum(own[name].to(tensor.dtype))
     return checksums
