@@ -160,8 +160,7 @@ class XtunerReward(RewardAdapter):
 
     def read(self, result: Any) -> Any:
         """Take a bare number for the score; in XTuner only a dict is a reward."""
-        is_number = type(result) is not dict and (isinstance(result, Number) or hasattr(result, "dtype"))
-        return {"score": result} if is_number else result
+        return {"score": result} if _is_number(result) else result
 
 
 class VerlReward(RewardAdapter):
@@ -451,6 +450,10 @@ def _different(names: Sequence[str]) -> list[str]:
     """Return the names, those that came before with a number behind them."""
     before = [names[:place].count(name) for place, name in enumerate(names)]
     return [f"{name}_{count + 1}" if count else name for name, count in zip(names, before, strict=True)]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is not dict and (isinstance(value, Number) or hasattr(value, "dtype"))
 
 
 def _as_list(values: Any) -> list[Any]:
