@@ -167,6 +167,15 @@ def test_the_schedule_goes_on_in_steps_without_signal(tiny_model_folder: Path) -
     assert rates == pytest.approx([0.9375, 0.6875, 0.4375, 0.1875])
 
 
+def test_the_warmup_counts_updates_not_steps(tiny_model_folder: Path) -> None:
+    optimizer = OptimizerConfig(learning_rate=1.0, warmup_steps=8)
+    config = EngineConfig(optimizer=optimizer, num_mini_batches=2, num_epochs=2)
+    worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=12, seed=0)
+    flat = without_signal(make_batch())
+    rates = [worker.train_batch(flat)["learning_rate"] for _ in range(3)]
+    assert rates == pytest.approx([(1 + 2 + 3 + 4) / 32, (5 + 6 + 7 + 8) / 32, 1.0]), "of two steps, four updates each"
+
+
 def test_several_updates_per_step_use_the_logprobs_from_before(tiny_model_folder: Path) -> None:
     config = EngineConfig(num_mini_batches=3, num_epochs=2, optimizer=OptimizerConfig(learning_rate=1e-2))
     worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=6, seed=0)

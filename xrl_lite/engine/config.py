@@ -52,10 +52,13 @@ class OptimizerConfig(Settings):
     the others are those of transformers' ``get_scheduler``."""
 
     schedule_options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of a schedule of transformers, such as ``{num_cycles: 3}``."""
+    """Arguments of a schedule of transformers, such as ``{num_cycles: 3}``; steps in them are updates too."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the learning rate rises to its peak."""
+    """Optimizer updates over which the learning rate rises to its peak, as in transformers and TRL. A step of the
+    trainer makes `num_mini_batches` times `num_epochs` of them, and so many in each of its parts where
+    `trainer.parameter_sync_step` makes parts. verl's schedule goes on once a step instead: multiply its
+    `lr_warmup_steps` by these."""
 
     final_fraction: float = Field(default=0.0, ge=0, le=1)
     """Share of the peak learning rate that is left at the end (linear and cosine)."""
