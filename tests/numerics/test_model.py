@@ -176,6 +176,22 @@ def test_the_warmup_counts_updates_not_steps(tiny_model_folder: Path) -> None:
     assert rates == pytest.approx([(1 + 2 + 3 + 4) / 32, (5 + 6 + 7 + 8) / 32, 1.0]), "of two steps, four updates each"
 
 
+def test_a_schedule_goes_on_where_it_was_with_another_number_of_updates_per_step(
+    tiny_model_folder: Path, tmp_path: Path
+) -> None:
+    def worker(parts: int) -> EngineWorker:
+        optimizer = OptimizerConfig(learning_rate=1.0, schedule="linear")
+        config = EngineConfig(optimizer=optimizer, num_mini_batches=parts)
+        return EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=4 * parts, seed=0)
+
+    one, other, flat = worker(1), worker(3), without_signal(make_batch())
+    one.train_batch(flat)
+    one.save_checkpoint(tmp_path / "engine")
+    other.load_checkpoint(tmp_path / "engine")
+    assert one.train_batch(flat)["learning_rate"] == 0.75
+    assert other.train_batch(flat)["learning_rate"] == pytest.approx((9 + 8 + 7) / 36)
+
+
 def test_several_updates_per_step_use_the_logprobs_from_before(tiny_model_folder: Path) -> None:
     config = EngineConfig(num_mini_batches=3, num_epochs=2, optimizer=OptimizerConfig(learning_rate=1e-2))
     worker = EngineWorker(config=config, model_path=str(tiny_model_folder), num_updates=6, seed=0)

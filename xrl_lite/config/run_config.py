@@ -163,7 +163,7 @@ class RunConfig(Settings):
         return self
 
     def _updates_per_step(self, engine: EngineConfig) -> int:
-        return self.trainer.parameter_sync_step * engine.num_mini_batches * engine.num_epochs
+        return self.trainer.parameter_sync_step * engine.updates_per_batch
 
     def _check_updates(self, name: str, engine: EngineConfig) -> None:
         groups, parts = self.trainer.groups_per_step, engine.num_mini_batches

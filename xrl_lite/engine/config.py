@@ -178,6 +178,11 @@ class EngineConfig(Settings):
         return self.compute_dtype not in (None, self.dtype)
 
     @property
+    def updates_per_batch(self) -> int:
+        """Optimizer updates that the groups of one step, or of one part of it, are used for."""
+        return self.num_mini_batches * self.num_epochs
+
+    @property
     def produces(self) -> frozenset[str]:
         """What the engine can give an advantage estimator."""
         return frozenset({"old_log_probs", "ref_log_prob", "sum_pi_squared"})

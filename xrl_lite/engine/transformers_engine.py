@@ -63,6 +63,9 @@ ADAPTER = "adapter"
 _HALF_STEP = 2.0**-9
 """Half the distance of neighbouring bfloat16 numbers, as a share of them, is this at least."""
 
+_OPTIONAL = ("rng/", "updates_per_batch")
+"""Entries that a checkpoint may lack: ranks that are new keep the random numbers of their seed."""
+
 
 class TransformersEngine(BaseEngine):
     """Trains a model on one rank, or on several that share its weights."""
@@ -277,7 +280,8 @@ class TransformersEngine(BaseEngine):
             set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"], options=partial_state)
         else:
             self._optimizer.state.clear()
-        self._update = int(state["update"])
+        per_batch = self._config.updates_per_batch
+        self._update = int(state["update"]) * per_batch // int(state.get("updates_per_batch", per_batch))
         self._set_hyperparameters()
         self._set_random_state(state)
 
@@ -342,6 +346,7 @@ class TransformersEngine(BaseEngine):
         state = {
             "model": get_model_state_dict(self._model, options=options),
             "update": torch.tensor(self._update),
+            "updates_per_batch": torch.tensor(self._config.updates_per_batch),
             **{f"rng/{rank_here()}/{name}": value for name, value in self._random_state().items()},
         }
         if optimizer:
@@ -412,13 +417,13 @@ def _with_weights(model: Any, weights: dict[str, Tensor]) -> Any:
 
 
 def _held(state: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """Leave out what a checkpoint may lack: the random numbers of ranks that are new, and what had no state yet."""
+    """Leave out what a checkpoint may lack: `_OPTIONAL`, and the optimizer's state of what had none yet."""
     paths = [path for path in (metadata.planner_data or {}).values() if path[0] == "optimizer"]
     with_state = {path[2] for path in paths if path[1] == "state"}
     held = {
         name: value
         for name, value in state.items()
-        if not name.startswith("rng/") or name in metadata.state_dict_metadata
+        if not name.startswith(_OPTIONAL) or name in metadata.state_dict_metadata
     }
     optimizer = held.pop("optimizer")
     if paths:

@@ -205,8 +205,7 @@ class EngineWorker(RankWorker):
         """Fix the old policy before the first update, where it is not the policy of the only update itself."""
         if self._bypass:
             return replace(batch, old_logprobs=batch.rollout_logprobs)
-        num_updates = self._config.num_mini_batches * self._config.num_epochs
-        if batch.old_logprobs is not None or (num_updates == 1 and self._loss.selection is None):
+        if batch.old_logprobs is not None or (self._config.updates_per_batch == 1 and self._loss.selection is None):
             return batch
         needed = [i for i in range(len(batch)) if self._contributes(batch, i)]
         old = [[0.0] * len(response) for response in batch.responses]
