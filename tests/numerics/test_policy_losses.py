@@ -314,7 +314,7 @@ def test_splitting_changes_neither_loss_nor_gradient(name: str, mode: str, seed:
     num_rows = len(case.mask)
     sessions = [rng.randrange(2) for _ in range(num_rows)]
     tokens = session_num_tokens(case.mask, sessions)
-    whole = {key: value.float() if isinstance(value, Tensor) else value for key, value in case.tensors().items()}
+    whole = {key: value.double() if isinstance(value, Tensor) else value for key, value in case.tensors().items()}
     whole["response_mask"] = whole["response_mask"].bool()
     selection = policy_loss(name).selection
     selected = None

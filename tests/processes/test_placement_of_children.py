@@ -9,6 +9,7 @@ import pytest
 
 from tests.processes.bodies import Victim
 from xrl_lite.actors import ActorSystem, Resources, RestartPolicy
+from xrl_lite.actors.zygote import CORES_VARIABLE
 from xrl_lite.errors import ActorDiedError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -59,7 +60,7 @@ async def test_a_pinned_child_runs_on_its_cores_also_after_a_restart(system: Act
     cores = "sorted(os.sched_getaffinity(0))"
     assert await handle.evaluate.remote(cores) == [core]
     assert await free.evaluate.remote(cores) == sorted(os.sched_getaffinity(0))
-    assert not await handle.evaluate.remote("[name for name in os.environ if name.startswith('XRL_LITE_')]")
+    assert await handle.environment.remote(CORES_VARIABLE) is None
     with pytest.raises(ActorDiedError):
         await handle.kill_itself.remote()
     assert await handle.evaluate.remote(cores) == [core]
