@@ -266,12 +266,13 @@ async def evaluate(
     reporter = reporter or ConsoleReporter()
     check_installed()
     data = check_data(config)
-    check_model(config)
+    given = model_of_checkpoint(checkpoint) if checkpoint else None
+    if given is None:
+        check_model(config)
     check_resources(config, data.judger_configs)
     if not data.evaluation:
         raise ConfigError("There is nothing to evaluate on: evaluation.data is not set.")
     async with actor_system(config, log_dir=None) as system:
-        given = model_of_checkpoint(checkpoint) if checkpoint else None
         model_path = given or await prepare_model(config, system, reporter)
         tokenizer = await load_tokenizer(config, model_path)
         async with AsyncExitStack() as stack:

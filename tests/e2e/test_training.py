@@ -117,7 +117,7 @@ async def test_a_reward_function_that_always_raises_stops_the_run_with_its_trace
 @pytest.mark.slow
 async def test_a_checkpoint_is_evaluated_as_the_run_evaluated_it(tmp_path: Path, tiny_model_folder: Path) -> None:
     records = await train(tmp_path, tiny_model_folder)
-    config = run_config(tmp_path, tiny_model_folder)
+    config = run_config(tmp_path, tiny_model_folder, **{"model.path": "/gone/model"})  # the checkpoint holds its own
     record = tmp_path / "eval.jsonl"
     metrics = await run.evaluate(
         config, config.folder / "checkpoints" / "step_000003", reporter=Silent(), record=record

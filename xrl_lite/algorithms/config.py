@@ -135,7 +135,8 @@ class PolicyLossConfig(_Readable):
         items = cast("Mapping[str, Any]", data).items()
         given = {name: value for name, value in items if value is not None or name not in _CLIP_SIDES}
         sides = [given[side] for side in _CLIP_SIDES if side in given]
-        if len(sides) == len(_CLIP_SIDES) and given.get("clip_ratio", sides[0]) not in sides:
+        unchanged = cls.model_fields["clip_ratio"].default  # older versions wrote it beside both sides
+        if len(sides) == len(_CLIP_SIDES) and given.get("clip_ratio", unchanged) not in (unchanged, *sides):
             raise ValueError(
                 f"clip_ratio={given['clip_ratio']} has no effect beside clip_ratio_low={sides[0]} and "
                 f"clip_ratio_high={sides[1]}. Change these, or set them to null to have clip_ratio for both sides."

@@ -356,6 +356,7 @@ LOSS = "algorithm.policy_loss"
         ({"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}, (0.1, 0.3), {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}),
         ({"clip_ratio": 0.3, "clip_ratio_low": None}, (0.3, 0.3), {"clip_ratio": 0.3}),
         ({"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}, (0.2, 0.28), None),
+        ({"clip_ratio": 0.2, "clip_ratio_low": 3e-4, "clip_ratio_high": 4e-4}, (3e-4, 4e-4), None),
     ],
 )
 def test_a_dump_has_those_clip_ratios_that_the_others_follow_from(
