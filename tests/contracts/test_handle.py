@@ -81,6 +81,17 @@ async def test_sync_and_async_calls_start_in_the_order_they_were_sent(system: Ac
     await handle.stop()
 
 
+async def test_async_calls_without_room_hold_up_no_sync_call(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Ordered, max_concurrency=1)
+    running, waiting = handle.until_told.remote("running"), handle.until_told.remote("waiting")
+    async with asyncio.timeout(LIMIT_S):
+        while not handle.statistics()["running"]:  # noqa: ASYNC110 nobody tells
+            await asyncio.sleep(0)
+        await handle.tell_sync.remote()
+        await asyncio.gather(running, waiting)
+    await handle.stop()
+
+
 async def test_a_call_that_waits_for_its_turn_can_be_cancelled(system: ActorSystem) -> None:
     handle = system.spawn(bodies.Ordered, max_concurrency=1)
     await handle.ready()

@@ -248,7 +248,11 @@ class Ordered:
 
     async def until_told(self, name: str) -> None:
         self.begun.append(name)
+        self.loop = asyncio.get_running_loop()
         await self.gate.wait()
+
+    def tell_sync(self) -> None:
+        self.loop.call_soon_threadsafe(self.gate.set)
 
     async def tell(self) -> None:
         self.gate.set()

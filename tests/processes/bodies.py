@@ -16,6 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, ClassVar
 
+from xrl_lite.actors import share
+
 
 class Victim:
     def ping(self) -> str:
@@ -117,20 +119,6 @@ class Victim:
         self.kept = (plain, own_session)
         return [plain.pid, own_session.pid, int(daemon.stdout)]
 
-    def leave_zombies(self, count: int) -> None:
-        """Let background processes end whose parents have ended before."""
-        subprocess.run(["sh", "-c", f"for i in $(seq {count}); do sleep 0 & done"], check=True)
-
-    def start_and_forget(self, count: int) -> None:
-        """Let processes end that are asked for later."""
-        self.popens = [subprocess.Popen(["sh", "-c", "exit 7"]) for _ in range(count)]
-
-    def exit_codes(self) -> list[int]:
-        return [popen.wait() for popen in self.popens]
-
-    def count_zombies(self) -> int:
-        return sum(_is_zombie_of(os.getpid(), entry) for entry in os.listdir("/proc"))
-
     def interrupt_a_program(self) -> int:
         with subprocess.Popen(["sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE) as program:
             assert program.stdout is not None
@@ -157,14 +145,6 @@ def _use_up_descriptors() -> None:
     lowest_free = os.dup(0)
     os.close(lowest_free)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
-
-
-def _is_zombie_of(parent: int, pid: str) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[:2] == ["Z", str(parent)]
-    except OSError:
-        return False
 
 
 class Keeper(Victim):
@@ -201,6 +181,13 @@ class SlowToRebuild:
         self.rebuilt.append("done")
 
 
+class Shares(Victim):
+    """Returns what travels as a descriptor, with what travels beside it."""
+
+    def value_and_text(self, size: int) -> Any:
+        return share(b"v" * 100_000), "t" * size
+
+
 class Mixed:
     """Sync and async methods."""
 
@@ -209,6 +196,10 @@ class Mixed:
 
     async def ping(self) -> str:
         return "pong"
+
+    def sleep_then_wait(self, asleep: float, waiting: float) -> Any:
+        time.sleep(asleep)
+        return asyncio.sleep(waiting)
 
     async def block_the_loop(self) -> None:
         time.sleep(60)  # noqa: ASYNC251 the point of it

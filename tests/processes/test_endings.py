@@ -413,15 +413,6 @@ async def test_what_an_actor_started_ends_with_it(victim: ActorHandle) -> None:
     await until(lambda: not any(map(exists, grandchildren)))
 
 
-async def test_ended_background_processes_do_not_pile_up_below_an_actor(victim: ActorHandle) -> None:
-    await victim.start_and_forget.remote(20)
-    await victim.leave_zombies.remote(60)
-    async with asyncio.timeout(LIMIT_S):
-        while await victim.count_zombies.remote() != 20:  # noqa: ASYNC110 it reaps now and then
-            await asyncio.sleep(0.05)
-    assert await victim.exit_codes.remote() == [7] * 20
-
-
 async def test_programs_that_an_actor_starts_can_be_interrupted(victim: ActorHandle) -> None:
     assert await victim.interrupt_a_program.remote() == -signal.SIGINT
 
@@ -724,3 +715,24 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.stdout == "True pong pong\n", done.stderr
+
+
+async def test_the_limit_of_a_sync_method_counts_what_it_leaves_to_be_awaited(mixed: ActorHandle) -> None:
+    with pytest.raises(ActorTimeoutError):
+        await mixed.sleep_then_wait.options(timeout_s=1.0).remote(0.8, 600.0)
+    assert mixed.statistics()["num_timeout"] == 1
+
+
+async def test_a_reply_in_pieces_is_not_lost_with_its_process(system: ActorSystem) -> None:
+    handle = system.spawn(bodies.Shares, restart=FORGIVING)
+    await handle.ready()
+    reply, end = handle.value_and_text.remote(60_000), handle.end_hard.remote(3)
+    pid = handle.pid
+    assert pid is not None
+    while exists(pid):  # this loop reads nothing meanwhile
+        time.sleep(0.01)  # noqa: ASYNC251 the point of it
+    shared, text = await asyncio.wait_for(reply, LIMIT_S)
+    assert (len(shared.get()), len(text)) == (100_000, 60_000)
+    with pytest.raises(ActorDiedError):
+        await end
+    await handle.stop(0.0)

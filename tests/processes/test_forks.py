@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.contracts import test_handle_bodies as handle_bodies
 from tests.processes import bodies
 from xrl_lite.actors import ActorHandle, ActorSystem, default_system, init, shutdown
 from xrl_lite.actors.segments import HEADER_BYTES, BlockPool, place
+from xrl_lite.errors import ActorUnavailableError
 
 LIMIT_S = 30.0
 
@@ -125,6 +127,51 @@ def test_memory_that_the_parent_still_reads_is_not_given_back_by_a_fork(victim: 
     for fill in (2, 3):
         victim.evaluate.remote(LARGE.format(fill=fill)).result(LIMIT_S)
     assert np.all(held[0] == 1)
+
+
+def test_memory_that_a_fork_reads_stays_as_it_was_when_its_parent_lets_go(victim: ActorHandle) -> None:
+    held = [victim.evaluate.remote(LARGE.format(fill=1)).result(LIMIT_S)]
+    unread = victim.evaluate.remote(LARGE.format(fill=2))
+    while not unread.done():
+        time.sleep(0.001)
+    reading, writing = os.pipe()
+    with held[0].data as view:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                unread.result(LIMIT_S)
+                os.close(writing)
+                os.read(reading, 1)  # until the parent has let go, and others were answered
+                os._exit(0 if set(view.tobytes()) == {1} else 1)
+            finally:
+                os._exit(2)
+    os.close(reading)
+    held.clear()
+    for fill in (3, 4, 5):
+        victim.evaluate.remote(LARGE.format(fill=fill)).result(LIMIT_S)
+    os.close(writing)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert np.all(unread.result(LIMIT_S) == 2)
+
+
+def test_connections_end_for_others_while_a_fork_lives(system: ActorSystem, victim: ActorHandle) -> None:
+    caller = system.spawn(Forking, victim)
+    assert caller.call.remote("first").result(LIMIT_S) == "first"
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    try:
+        victim.stop(0.0).result(LIMIT_S)
+        with pytest.raises(ActorUnavailableError):
+            caller.call.remote("second").result(LIMIT_S)
+        caller.stop(0.0).result(LIMIT_S)
+    finally:
+        os.close(writing)
+        os.waitpid(pid, 0)
 
 
 def test_a_fork_takes_no_block_of_its_parent() -> None:

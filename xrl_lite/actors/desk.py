@@ -216,8 +216,9 @@ class Desk:
 
         Calls that had not begun wait for its successor. Returns those that had, in the order in which they were sent.
         """
-        while self.receive(link):
-            pass
+        num_incomplete = -1
+        while self.receive(link) or link.num_incomplete != num_incomplete:
+            num_incomplete = link.num_incomplete
         with self._lock:
             self._link = None
             link.close()

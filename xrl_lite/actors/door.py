@@ -33,7 +33,7 @@ from xrl_lite.actors.future import CallFuture, WakeTogether
 from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.payload import Packed, came_along, pack, send_along
 from xrl_lite.actors.segments import Segment
-from xrl_lite.actors.wire import EMPTY, Frame, FrameWriter, Kind, SocketReader
+from xrl_lite.actors.wire import EMPTY, Frame, FrameWriter, Kind, SocketReader, hang_up
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -65,7 +65,7 @@ class Door:
     def close(self) -> None:
         """Let nobody in any more, and end the connections."""
         self._hub.loop.remove_reader(self._inside)
-        self._inside.close()  # its other end is closed with the last message that carries it
+        hang_up(self._inside)  # its other end is closed with the last message that carries it
         for visitor in list(self._visitors):
             visitor.close()
 
@@ -100,7 +100,7 @@ class _Visitor:
         self._closed = True
         self._hub.loop.remove_reader(self._sock)
         self._hub.loop.remove_writer(self._sock)
-        self._sock.close()
+        hang_up(self._sock)
         self._reader.close()
         self._on_end(self)
         for call in list(self._calls.values()):
@@ -114,6 +114,9 @@ class _Visitor:
         except BlockingIOError:
             return
         except EOFError:
+            self.close()
+        except Exception:  # calls got lost, and nobody may wait for them
+            logger.exception("a connection to actor %s is ended: what came cannot be read", self._actor.spec.name)
             self.close()
 
     def _take(self, frame: Frame) -> None:
@@ -256,11 +259,16 @@ class _Connection:
                     for frame in frames:
                         self._take(frame)
         except EOFError:
-            with self._lock:
-                self.ended = True
-            self._sock.close()
-            reader.close()
-            self._fail_all()
+            self._end(reader, "it was stopped, or its system is gone")
+        except Exception as error:  # noqa: BLE001 replies got lost, and nobody may wait for them
+            self._end(reader, f"what it answers cannot be read here: {error}")
+
+    def _end(self, reader: SocketReader, why: str) -> None:
+        with self._lock:
+            self.ended = True
+        hang_up(self._sock)
+        reader.close()
+        self._fail_all(why)
 
     def _take(self, frame: Frame) -> None:
         call = self.calls.pop(frame.call_id, None)
@@ -273,10 +281,10 @@ class _Connection:
         else:
             call.cancel()
 
-    def _fail_all(self) -> None:
+    def _fail_all(self, why: str = "it was stopped, or its system is gone") -> None:
         for call_id in list(self.calls):
             if (call := self.calls.pop(call_id, None)) is not None:
-                call.set_exception(unavailable_error(self._spec, "it was stopped, or its system is gone"))
+                call.set_exception(unavailable_error(self._spec, why))
 
 
 def reduce_through(door: Segment, spec: ActorSpec) -> tuple[Any, ...]:

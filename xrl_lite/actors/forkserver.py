@@ -24,6 +24,7 @@ from xrl_lite.actors.hub import Hub
 from xrl_lite.actors.logs import ActorLog
 from xrl_lite.actors.orphans import FAMILY_VARIABLE, end_family
 from xrl_lite.actors.surroundings import module_path
+from xrl_lite.actors.wire import hang_up
 from xrl_lite.actors.zygote import THREAD_VARIABLES, Exited, Forked, ForkRequest, NotForked, Ready
 from xrl_lite.log import get_logger
 
@@ -207,7 +208,7 @@ class ForkServer:
         if self._control.fileno() >= 0:
             self._hub.loop.remove_reader(self._control)
             self._hub.loop.remove_writer(self._control)
-            self._control.close()
+            hang_up(self._control)
 
     def _obituary(self) -> str:
         code = self._process.returncode

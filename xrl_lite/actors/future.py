@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import pickle
 import threading
 from collections.abc import Callable, Generator
@@ -16,6 +17,14 @@ from xrl_lite.actors.payload import Packed, unpack
 T = TypeVar("T")
 
 _unpack_lock = threading.RLock()
+
+
+def _after_fork() -> None:
+    global _unpack_lock
+    _unpack_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _Callback: TypeAlias = tuple[asyncio.AbstractEventLoop | None, Callable[[Any], object], contextvars.Context | None]
 """What is called when a future has ended: on that loop, whichever thread ends it; or without one, in this very thread.

@@ -200,13 +200,7 @@ class InlineActor:
     @property
     def can_begin(self) -> bool:
         """Whether the next call could begin now."""
-        while self._queue and self._queue[0].done():
-            self._queue.popleft()
-        if not self._queue or not self._up:
-            return False
-        if inspect.iscoroutinefunction(getattr(self._target, self._queue[0].method, None)):
-            return sum(run.is_async for run in self._running.values()) < self._spec.max_concurrency
-        return all(run.is_async for run in self._running.values())
+        return self._up and self._next_call() is not None
 
     def submit(self, call: Call) -> None:
         self._scheduler.check_loop()
@@ -278,7 +272,9 @@ class InlineActor:
 
     def begin_next(self) -> None:
         """Begin the next call."""
-        call = self._queue.popleft()
+        call = self._next_call()
+        assert call is not None
+        self._queue.remove(call)
         self._num_begun += 1
         run = self._running[call] = _Run(self._num_begun, is_async=False)
         if self._take_fault("kill", run):
@@ -294,6 +290,18 @@ class InlineActor:
             self._begin_async(call, run, functools.partial(method, *args, **kwargs))
         else:
             self._run_sync(call, run, functools.partial(method, *args, **kwargs))
+
+    def _next_call(self) -> Call | None:
+        """Return the call whose turn it is, if it can begin: async calls without room hold up no sync ones."""
+        num_async = sum(run.is_async for run in self._running.values())
+        for call in self._queue:
+            if call.done():
+                continue
+            if not inspect.iscoroutinefunction(getattr(self._target, call.method, None)):
+                return call if num_async == len(self._running) else None
+            if num_async < self._spec.max_concurrency:
+                return call
+        return None
 
     # ------------------------------------------------------------- sync methods
 

@@ -109,6 +109,11 @@ class Link:
             raise EOFError
         return frames
 
+    @property
+    def num_incomplete(self) -> int:
+        """Bytes that were read of frames of which the rest is yet to come."""
+        return sum(reader.num_incomplete for reader in self._readers)
+
     def read_no_more(self) -> None:
         """Leave whatever comes unread."""
         for reader in self._readers:

@@ -260,9 +260,14 @@ class ProcessActor:
             on_writable=self._desk.flush,
             on_broken=self._on_broken_link,
         )
-        self._child = Child(
-            self._hub, self._server(), self._fork_request(link), self._log.fd, link, on_death=self._on_death
-        )
+        try:
+            self._child = Child(
+                self._hub, self._server(), self._fork_request(link), self._log.fd, link, on_death=self._on_death
+            )
+        except BaseException:
+            link.close()
+            link.page.close()
+            raise
         limit = self._spec.start_timeout_s
         construction = Call(None, CONSTRUCTOR, self._spec.construction, timeout_s=limit)
         self._desk.construct(link, construction)

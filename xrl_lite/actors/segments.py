@@ -107,7 +107,7 @@ class Segment:
         """Return the contents of a lent block, writable. Its owner writes to it again when the last view is gone."""
         if self._mappings is None:  # the reader is in the owner's process
             self._mappings = Mappings()
-        view = self._mappings.borrow(self.fd, self.size_bytes)
+        view = self._mappings.borrow(self.fd, self.size_bytes, self._loan.fork if self._loan is not None else None)
         self.pass_on()
         return view
 
@@ -128,19 +128,33 @@ class Segment:
         return memory
 
 
+class _Forks:
+    """How often this process, or one that it is a fork of, has been forked: what it had then it shares with others."""
+
+    number = 0
+
+    @classmethod
+    def count(cls) -> None:
+        """Note that another one begins."""
+        cls.number += 1
+
+
+os.register_at_fork(before=_Forks.count)
+
+
 class _Loan:
     """A lent block whose reader is yet to come. Where none comes, whoever has the block last gives it back."""
 
-    __slots__ = ("_process", "is_ours")
+    __slots__ = ("fork", "is_ours")
 
     def __init__(self) -> None:
         self.is_ours = True
-        self._process = os.getpid()
+        self.fork = _Forks.number
 
     @property
     def ends(self) -> bool:
         """Whether nobody else has the block, as one of its segments in this process ends."""
-        return self.is_ours and os.getpid() == self._process
+        return self.is_ours and _Forks.number == self.fork
 
 
 def _close_unread(fd: int, loan: _Loan) -> None:
@@ -155,15 +169,19 @@ class Mappings:
     def __init__(self) -> None:
         self._by_inode: dict[int, Any] = {}
 
-    def borrow(self, fd: int, size_bytes: int) -> memoryview:
-        """Return the contents of the block behind `fd`; it counts as lent until the last view of them is gone."""
+    def borrow(self, fd: int, size_bytes: int, fork: int | None = None) -> memoryview:
+        """Return the contents of the block behind `fd`; it counts as lent until the last view of them is gone.
+
+        If this process was forked since it got the block (`fork`, now when not given), that is never.
+        """
         inode = os.fstat(fd).st_ino  # no other block can have it while this one is mapped
         memory = self._by_inode.get(inode)
         if memory is None:
             self._forget_retired()
             memory = self._by_inode[inode] = _map(fd, size_bytes, mmap.MAP_SHARED)
         contents = (ctypes.c_char * size_bytes).from_buffer(memory)
-        weakref.finalize(contents, _give_back, memory, os.getpid()).atexit = False
+        fork = _Forks.number if fork is None else fork
+        weakref.finalize(contents, _give_back, memory, fork).atexit = False
         return memoryview(contents).cast("B")
 
     def _forget_retired(self) -> None:
@@ -317,8 +335,8 @@ def _map(fd: int, size_bytes: int, flags: int) -> Any:
     return memory
 
 
-def _give_back(memory: Any, reader: int) -> None:
-    if os.getpid() == reader:  # a fork of it does not know whether it still reads
+def _give_back(memory: Any, fork: int) -> None:
+    if _Forks.number == fork:  # neither a fork nor its parent knows whether the other one still reads
         _set_word(memory, _LENT, 0)
 
 

@@ -86,6 +86,11 @@ class FrameReader(ABC):
         """Return the descriptor to poll."""
         return self._fd
 
+    @property
+    def num_incomplete(self) -> int:
+        """Bytes that were read of a frame of which the rest is yet to come."""
+        return self._have
+
     def read(self, flags: int = 0) -> list[Frame]:
         """Receive once and return the frames that are complete now.
 
@@ -182,6 +187,13 @@ class SocketReader(FrameReader):
         own = [Segment.received(fds.popleft(), mappings, lent=lends)] if has_own else []
         others = [Segment.received(fds.popleft(), mappings) for _ in range(number - has_own)]
         return Packed(body, (*own, *others), has_own)
+
+
+def hang_up(sock: socket.socket) -> None:
+    """Close a socket such that the other side sees its end, also where a fork of this process still has it open."""
+    with contextlib.suppress(OSError):  # the other side is gone
+        sock.shutdown(socket.SHUT_RDWR)
+    sock.close()
 
 
 def reply_pipe() -> tuple[int, int]:

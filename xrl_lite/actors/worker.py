@@ -31,7 +31,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from xrl_lite.actors.failure import describe, pack_failure, unsendable
-from xrl_lite.actors.orphans import Reaper
 from xrl_lite.actors.payload import Packed, pack, unpack
 from xrl_lite.actors.slots import HEARTBEAT_S, MethodKind, SlotPage
 from xrl_lite.actors.wire import EMPTY, Frame, FrameWriter, Kind, PipeWriter, SocketReader
@@ -199,9 +198,8 @@ class _SyncRunner:
 
 
 def _run_in_main_thread(line: _Line, runner: _SyncRunner) -> None:
-    reaper = Reaper()
     while _run_what_comes(line, runner):
-        reaper.look()
+        pass
 
 
 def _run_what_comes(line: _Line, runner: _SyncRunner) -> bool:
@@ -222,7 +220,7 @@ class _LoopWorker:
     """Runs async methods on a loop in a thread of its own; sync ones go to the main thread.
 
     Calls begin in the order in which they were sent. Where the next one is for the other thread it waits until those
-    before it have begun, and never for their end.
+    before it have begun, and never for their end: async calls beyond `max_concurrency` hold up no sync ones.
     """
 
     def __init__(self, line: _Line, runner: _SyncRunner, page: SlotPage, max_concurrency: int) -> None:
@@ -233,7 +231,10 @@ class _LoopWorker:
         self._loop = asyncio.new_event_loop()
         self._waiting: deque[tuple[Work, AsyncMethod | None]] = deque()
         """Calls in the order in which they came; sync ones have no method here."""
-        self._handed_over: deque[tuple[Work, AsyncMethod]] = deque()
+        self._without_room: deque[tuple[Work, AsyncMethod]] = deque()
+        """Async calls whose turn it was when `max_concurrency` others ran."""
+        self._begun: set[int] = set()
+        """Calls that a sync method has begun, and of which the rest is awaited."""
         self._tasks: dict[int, asyncio.Task[Outcome]] = {}
         self._new_tasks: set[int] = set()
         """Calls whose task has not taken its first step."""
@@ -241,7 +242,6 @@ class _LoopWorker:
         self._num_sync_sent = 0
         """Counted by the loop; the main thread counts those that it has taken, and those that it has begun."""
         self._num_sync_taken = 0
-        self._reaper = Reaper()
         runner.hand_over = self._hand_over
         line.share()
 
@@ -270,7 +270,6 @@ class _LoopWorker:
 
     def _beat(self) -> None:
         self._page.beat()
-        self._reaper.look()
         self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def _receive(self) -> None:
@@ -299,10 +298,11 @@ class _LoopWorker:
         if task := self._tasks.get(frame.call_id):
             task.cancel()
             return
-        for queue in (self._waiting, self._handed_over):
+        for queue in (self._waiting, self._without_room):
             for index, (work, _) in enumerate(queue):
                 if work.frame.call_id == frame.call_id:
                     del queue[index]
+                    self._begun.discard(frame.call_id)
                     self._line.reply(frame, (Kind.CANCELLED, EMPTY))
                     self._begin_waiting()
                     return
@@ -320,8 +320,8 @@ class _LoopWorker:
 
     def _begin_waiting(self) -> None:
         """Begin the calls whose turn it is."""
-        while self._handed_over and len(self._tasks) < self._max_concurrency:
-            self._begin_async(*self._handed_over.popleft())
+        while self._without_room and len(self._tasks) < self._max_concurrency:
+            self._begin_async(*self._without_room.popleft())
         while self._waiting:
             work, method = self._waiting[0]
             if method is None:
@@ -334,9 +334,10 @@ class _LoopWorker:
                     if self._num_sync_taken == self._num_sync_sent:  # it begins in this moment
                         self._loop.call_soon(self._begin_waiting)
                     return
-                if len(self._tasks) >= self._max_concurrency:
-                    return
-                self._begin_async(work, method)
+                if len(self._tasks) < self._max_concurrency:
+                    self._begin_async(work, method)
+                else:
+                    self._without_room.append((work, method))
             self._waiting.popleft()
 
     def _begin_async(self, work: Work, method: AsyncMethod) -> None:
@@ -352,8 +353,11 @@ class _LoopWorker:
             self._loop.call_soon(self._begin_waiting)  # after the first step
 
     async def _run_async(self, work: Work, method: AsyncMethod) -> Outcome:
-        self._note_begun(work.frame.call_id)
-        if not self._page.start(work.frame.slot, MethodKind.ASYNC):
+        call_id, slot = work.frame.call_id, work.frame.slot
+        self._note_begun(call_id)
+        has_begun = call_id in self._begun  # its time runs since then
+        self._begun.discard(call_id)
+        if self._page.cancelled(slot) if has_begun else not self._page.start(slot, MethodKind.ASYNC):
             return Kind.CANCELLED, EMPTY
         try:
             result = await method(*work.args, **work.kwargs)
@@ -380,7 +384,8 @@ class _LoopWorker:
     def _adopt(self, work: Work, awaitable: Awaitable[Any]) -> None:
         """Go on with what a sync method returned as with an async method; it has begun, so it waits for room only."""
         self._page.turn_async(work.frame.slot)
-        self._handed_over.append((work, lambda: awaitable))
+        self._begun.add(work.frame.call_id)
+        self._without_room.append((work, lambda: awaitable))
         self._begin_waiting()
 
 

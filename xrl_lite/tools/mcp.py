@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from xrl_lite import actors
 from xrl_lite.actors import ActorHandle, RestartPolicy
+from xrl_lite.actors.orphans import family_mark
 from xrl_lite.errors import ToolError, did_you_mean
 from xrl_lite.tools.base import BaseTool
 from xrl_lite.tools.config import McpServerConfig
@@ -161,7 +162,7 @@ class _Connection:
         from mcp import Client, StdioServerParameters
 
         target = config.url or StdioServerParameters(
-            command=config.command or "", args=config.args, env=config.env or None, cwd=config.cwd
+            command=config.command or "", args=config.args, env={**family_mark(), **config.env} or None, cwd=config.cwd
         )
         try:
             async with Client(target) as client:
