@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,43 @@ def die_once(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str,
 def wrapped(**arguments: Any) -> Any:
     """Return what is to be awaited."""
     return wild_and_waiting(**arguments)
+
+
+_four = asyncio.Barrier(4)
+
+
+def passing_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate an async function as code that logs or counts does: what is called is sync and returns a coroutine."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def to_the_end(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make an async function a sync one, with a loop of its own for each call."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return asyncio.run(function(*args, **kwargs))
+
+    return call
+
+
+@passing_on
+async def meeting(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """Wait until four calls are under way in this process."""
+    await _four.wait()
+    return {"score": 1.0}
+
+
+@to_the_end
+async def alone(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
+    """Give way once."""
+    await asyncio.sleep(0)
+    return {"score": 1.0}
 
 
 async def wild_and_waiting(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:

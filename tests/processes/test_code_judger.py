@@ -25,6 +25,19 @@ CALLS = {"inputs": [[1, 2], [20, 22]], "outputs": [3, 42], "fn_name": "add"}
 ASSERTS = ["assert add(1, 2) == 3", "assert add(20, 22) == 42"]
 RIGHT_PROGRAM = "a, b = map(int, input().split())\nprint(a + b)"
 RIGHT_FUNCTION = "def add(a, b):\n    print('noise')\n    return a + b"
+DATACLASS_FUNCTION = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Pair:
+    a: int
+    b: "int"
+
+def add(a, b):
+    pair = Pair(a, b)
+    return pair.a + pair.b
+"""
 HALF_FUNCTION = "def add(a, b):\n    return 3"
 
 
@@ -59,6 +72,8 @@ def reward(state: RolloutState) -> dict[str, Any]:
             {"test": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"},
             id="check function",
         ),
+        pytest.param(DATACLASS_FUNCTION, CALLS, id="function, dataclass"),
+        pytest.param(DATACLASS_FUNCTION, ASSERTS, id="asserts, dataclass"),
     ],
 )
 async def test_right_code_passes(code: str, label: Any) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -397,6 +398,15 @@ async def test_a_sync_function_that_hangs_takes_its_worker_along(
         assert after.reward is not None
         assert after.reward["pid"] != before.reward["pid"]
         assert is_gone(before.reward["pid"])
+
+
+@pytest.mark.parametrize("handler", [bodies.meeting, partial(bodies.meeting), bodies.alone])
+async def test_a_sync_function_around_an_async_one_runs_as_often_as_it_is_told_and_can(
+    system: ActorSystem, handler: Callable[..., Any]
+) -> None:
+    async with config(handler, max_concurrency=4, request_timeout=5.0).build(system) as judger:
+        states = await judge_all(judger, ["a", "b", "c", "d"])
+        assert [outcome(state) for state in states] == ["ok"] * 4, states[0].error_msg
 
 
 async def test_a_function_of_a_python_config_goes_along(system: ActorSystem, tmp_path: Path) -> None:

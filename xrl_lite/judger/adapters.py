@@ -29,7 +29,7 @@ from typing import Any, ClassVar, Self, cast
 
 from xrl_lite.data.rollout_state import RolloutState
 from xrl_lite.errors import ConfigError, did_you_mean
-from xrl_lite.judger.handler import Parameters, RewardHandler, handler_name, is_async
+from xrl_lite.judger.handler import Parameters, RewardHandler, handler_name, is_async, wraps_async
 from xrl_lite.judger.merge import with_parts
 from xrl_lite.judger.outcome import RewardValueError, SkipSampleError
 
@@ -74,6 +74,11 @@ class RewardAdapter:
     def is_async(self) -> bool:
         """Whether the function is async."""
         return is_async(self.function)
+
+    @property
+    def wraps_async(self) -> bool:
+        """Whether the function is sync, but wrapped around an async one."""
+        return wraps_async(self.function)
 
     @property
     def reads_prompt(self) -> bool:
@@ -231,6 +236,11 @@ class TrlReward(RewardAdapter):
     def is_async(self) -> bool:
         """Whether any of the functions is async."""
         return any(is_async(function) for function in self.functions)
+
+    @property
+    def wraps_async(self) -> bool:
+        """Whether none of the functions is async, but one is wrapped around an async one."""
+        return not self.is_async and any(wraps_async(function) for function in self.functions)
 
     @property
     def reads_prompt(self) -> bool:

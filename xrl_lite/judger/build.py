@@ -125,7 +125,7 @@ def _build_remote(
 
 
 def _concurrency_per_worker(config: JudgerConfig, local: Judger) -> int:
-    if not (isinstance(local, NativeJudger) and local.runs_here):
+    if not (isinstance(local, NativeJudger) and local.runs_here) or local.wraps_async:
         return config.concurrency_per_worker
     if config.max_concurrency is not None and config.max_concurrency > 1:
         logger.warning(

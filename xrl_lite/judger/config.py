@@ -143,7 +143,8 @@ class JudgerConfig(_DumpsWhatLoads):
     max_concurrency: int | None = Field(default=None, gt=0)
     """Judgements at the same time in one process: by default 64 for async functions and services, otherwise 1.
     Above 1, a worker runs them in an event loop, so they should wait rather than compute. A process runs one call of a
-    sync function at a time, whatever is set here; `cpu_resources.num_workers` runs more of them."""
+    sync function at a time, whatever is set here; `cpu_resources.num_workers` runs more of them. A worker of a sync
+    function wrapped around an async one (``functools.wraps``) runs one unless it is set."""
 
     max_pending: int = Field(default=1024, gt=0)
     """Judgements that may run or wait for a worker; further ones wait their turn, in order, before they take memory."""

@@ -68,12 +68,19 @@ def handler_name(handler: object) -> str:
 
 def is_async(handler: object) -> bool:
     """Return whether calling the handler gives a coroutine; looks through partials and at ``__call__``."""
-    while isinstance(handler, functools.partial):
-        handler = cast("functools.partial[Any]", handler).func
+    handler = _without_partials(handler)
     declared = getattr(handler, "is_async", None)
     if isinstance(declared, bool):
         return declared
     return inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None))  # noqa: B004 - the method is asked for, not whether there is one
+
+
+def wraps_async(handler: object) -> bool:
+    """Return whether a sync function is wrapped around an async one by `functools.wraps`; it may give its coroutine."""
+    function = _without_partials(handler)
+    if is_async(function) or inspect.isgeneratorfunction(function) or not callable(function):
+        return False
+    return is_async(inspect.unwrap(function, stop=is_async))
 
 
 def code_file(handler: object) -> str | None:
@@ -83,6 +90,12 @@ def code_file(handler: object) -> str | None:
     function = handler if inspect.isroutine(handler) else getattr(type(handler), "__call__", None)  # noqa: B004 - as above
     code = getattr(function, "__code__", None)
     return getattr(code, "co_filename", None)
+
+
+def _without_partials(handler: object) -> object:
+    while isinstance(handler, functools.partial):
+        handler = cast("functools.partial[Any]", handler).func
+    return handler
 
 
 class Parameters:

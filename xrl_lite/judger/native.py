@@ -111,6 +111,8 @@ class NativeJudger(Judger):
             )
         self.is_async = self._reward is not None and is_async(self._reward)
         """Whether the reward code is a coroutine function or a service."""
+        self.wraps_async = self._reward is not None and self._reward.wraps_async
+        """Whether it is a sync function around a coroutine function: it may return a coroutine, or run it itself."""
         self._needs = frozenset[str]() if self._reward is None else self._reward.needs
         self._has_own_payload = type(self).judge_payload is not NativeJudger.judge_payload
         self._sync_in: SyncIn = sync_in
@@ -130,7 +132,8 @@ class NativeJudger(Judger):
 
     def run_in_place(self) -> None:
         """Run sync code in the event loop from now on. For worker processes, where a call that hangs can be ended."""
-        self._sync_in = "loop"
+        if not self.wraps_async:  # it may run a loop of its own, which no loop allows
+            self._sync_in = "loop"
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return response and label, and what else the signature needs; all of it if `judge_payload` is overridden."""

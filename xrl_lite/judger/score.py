@@ -7,8 +7,8 @@
       is woken by  the judger, whose time limit holds for each of them
 
 A record is a line of JSON: the columns of the row, and ``row``, ``sample``, ``reward``, ``judgement``, the data source
-and ``judged_by``, a digest of the judger's settings and the label. As records keep the order of the file, what is there
-already is its beginning, and a run that was ended goes on behind it.
+and ``judged_by``, a digest of the judger's settings, the label and the prompt. As records keep the order of the file,
+what is there already is its beginning, and a run that was ended goes on behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
@@ -33,7 +33,7 @@ from xrl_lite.errors import ConfigError, DataError, did_you_mean, errors_as_them
 from xrl_lite.judger.adapters import content_text
 from xrl_lite.judger.base import BaseJudger
 from xrl_lite.judger.build import build_judger
-from xrl_lite.judger.config import JudgerConfigLike, leaves
+from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfigLike
 from xrl_lite.judger.data_sources import check_rows
 from xrl_lite.judger.handler import handler_name
 from xrl_lite.judger.outcome import Judgement, Outcome, RewardValueError
@@ -134,10 +134,15 @@ def open_output(
                 f"{path}, line {position + 1} is not about the sample that stands there in the data, so this is "
                 f"another run's file. Name another output."
             )
-        if record.get("judged_by") != judged_by(sample):
+        if "judged_by" not in record:
             raise ConfigError(
-                f"{path}, line {position + 1} was judged by a judger with other settings, or against another label. "
-                f"Go on with those, or name another output."
+                f"{path}, line {position + 1} does not say by which settings it was judged (judged_by): an older "
+                f"version of xrl-lite wrote it. Name another output, and all samples are judged again."
+            )
+        if record["judged_by"] != judged_by(sample):
+            raise ConfigError(
+                f"{path}, line {position + 1} was judged by a judger with other settings, with another label or "
+                f"prompt, or by another version of xrl-lite. Go on with those, or name another output."
             )
     os.truncate(path, content.rfind(b"\n") + 1)  # a line that was being written when the run ended is written again
     return records
@@ -204,7 +209,7 @@ async def score_samples(
         judger: The judger.
         samples: All samples.
         output: Open for writing.
-        judged_by: Tells judgements from those of other settings and labels.
+        judged_by: Tells judgements from those of other settings, labels and prompts.
         start: How many are done already.
         at_once: Most judgements under way.
         on_record: Called with each record when it is written.
@@ -261,15 +266,13 @@ async def _judge(judger: BaseJudger, state: RolloutState) -> RolloutState:
 
 
 class _Digest:
-    """Names judgements by what their scores come from: the judger's settings, and the label."""
+    """Names judgements by what their scores come from: the judger's settings, the label and the prompt."""
 
     def __init__(self, config: JudgerConfigLike) -> None:
-        handlers = [_handler_names(leaf.reward_handler) for leaf in leaves(config)]
-        settings = _without(config.model_dump(mode="json"), _NOT_ABOUT_SCORES)
-        self._settings = _to_json([type(config).__qualname__, settings, handlers])
+        self._settings = _to_json(_what_scores(config))
 
     def __call__(self, sample: Sample) -> str:
-        text = self._settings + _to_json([sample.row.ground_truth, sample.row.data_source])
+        text = self._settings + _to_json([sample.row.ground_truth, sample.row.data_source, sample.row.prompt])
         return hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).hexdigest()
 
 
@@ -408,12 +411,14 @@ def _handler_names(handler: object) -> list[str]:
     return [handler_name(one) for one in handlers]
 
 
-def _without(settings: Any, names: Collection[str]) -> Any:
-    """Return settings without some of them, on every level."""
-    if isinstance(settings, dict):
-        items = cast("dict[str, Any]", settings).items()
-        return {name: _without(value, names) for name, value in items if name not in names}
-    return settings
+def _what_scores(config: JudgerConfigLike) -> list[Any]:
+    """Return kind, settings and code of a judger, without its own settings that are not about scores."""
+    settings = config.model_dump(mode="json")
+    settings = {name: value for name, value in settings.items() if name not in _NOT_ABOUT_SCORES}
+    if isinstance(config, ComposedJudgerConfig):
+        settings["branches"] = {name: _what_scores(branch) for name, branch in config.branches.items()}
+        return [type(config).__qualname__, settings]
+    return [type(config).__qualname__, settings, _handler_names(config.reward_handler)]
 
 
 def _to_json(value: Any) -> str:
@@ -422,7 +427,12 @@ def _to_json(value: Any) -> str:
 
 def _is_record_of(record: Mapping[str, Any], sample: Sample) -> bool:
     return (record.get("row"), record.get("sample")) == (sample.row.index, sample.number) and all(
-        record.get(name) == value
+        _to_json(record.get(name)) == _to_json(_as_written(value))
         for name, value in sample.columns.items()
-        if isinstance(value, str | int) and name not in _OURS
+        if name not in _OURS
     )
+
+
+def _as_written(value: Any) -> Any:
+    """Return what a record has in place of a value."""
+    return json.loads(json.dumps(value, default=str))

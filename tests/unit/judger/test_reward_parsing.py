@@ -376,6 +376,13 @@ async def test_geo3k_knows_what_is_equivalent(answer: str, label: str, is_right:
     assert await score(GEO3KJudgerConfig(), f"<think></think>\\boxed{{{answer}}}", label) == (1.0 if is_right else 0.1)
 
 
+@pytest.mark.parametrize(("label", "expected"), [("25", 0.9), ("5", 0.0)])
+async def test_geo3k_without_a_box_reads_the_end_of_a_long_response(label: str, expected: float) -> None:
+    config = GEO3KJudgerConfig(extra_info={"use_boxed": False, "format_score": 0.1})
+    response = "Let AB = 5. " + "We reason on and on. " * 60 + "The area is 25."
+    assert await score(config, response, label) == pytest.approx(expected)
+
+
 async def test_a_scorer_that_breaks_is_reported_and_never_zero() -> None:
     config = GSM8KJudgerConfig(extra_info={"method": "strict", "score": None})
     state = await config.build().judge(make_state("#### 42", "42"))

@@ -111,19 +111,84 @@ def test_records_of_other_settings_are_not_gone_on_with(data: Path, capsys: pyte
     output.write_text("".join(output.read_text().splitlines(keepends=True)[:3]))
     assert main([*arguments, "--resume", "extra_info.score=2"]) == EXIT_USAGE
     assert main(["score", str(data), "--judger", "exact_match", "--resume"]) == EXIT_USAGE
-    assert "judged by a judger with other settings, or against another label" in said(capsys)
+    assert "judged by a judger with other settings, with another label or prompt" in said(capsys)
     assert len(records(output)) == 3
     assert main([*arguments, "--resume", "max_pending=4", "request_timeout=5"]) == 0
     assert len(records(output)) == 6
 
 
 def test_records_of_other_labels_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"prompt": "q", "response": "1", "reward_model": {"ground_truth": "1"}, "data_source": "addition"}
+    row = {"prompt": "q", "response": "1", "one": "1", "two": "2", "data_source": "addition"}
+    arguments = ["score", str(write_rows(tmp_path / "answers.jsonl", [row])), "--resume", "--label-column"]
+    assert main([*arguments, "one"]) == 0
+    assert main([*arguments, "two"]) == EXIT_USAGE
+    assert "with another label or prompt" in said(capsys)
+
+
+@pytest.mark.parametrize(
+    ("given", "then"),
+    [
+        ("extra_info.max_retries=1", "extra_info.max_retries=2"),
+        ("reward_kwargs.request_timeout=1", "reward_kwargs.request_timeout=2"),
+    ],
+)
+def test_what_reward_code_is_given_is_about_scores_whatever_its_name(
+    data: Path, given: str, then: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["score", str(data), "--judger", "gsm8k", "--resume"]
+    assert main([*arguments, given]) == 0
+    assert main([*arguments, given]) == 0
+    assert main([*arguments, then]) == EXIT_USAGE
+    assert "judged by a judger with other settings" in said(capsys)
+
+
+def test_a_branch_may_have_the_name_of_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "q", "response": "#### 1", "label": "1", "data_source": "rate_limit"}
     data = write_rows(tmp_path / "answers.jsonl", [row])
+    settings = {"branches": {"rate_limit": {"type": "gsm8k"}}}
+    (tmp_path / "judger.yaml").write_text(json.dumps(settings))
+    arguments = ["score", str(data), "--judger", str(tmp_path / "judger.yaml"), "--resume"]
+    assert main(arguments) == 0
+    assert main([*arguments, "branches.rate_limit.max_pending=4"]) == 0
+    assert main([*arguments, "branches.rate_limit.extra_info.score=2"]) == EXIT_USAGE
+    assert "judged by a judger with other settings" in said(capsys)
+
+
+def test_records_of_other_prompts_are_not_gone_on_with(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**row, "other": f"{row['question']}!"} for row in answers()]
+    write_rows(data, rows)
+    arguments = ["score", str(data), "--resume", "--prompt-column"]
+    assert main([*arguments, "question"]) == 0
+    assert main([*arguments, "question"]) == 0
+    assert main([*arguments, "other"]) == EXIT_USAGE
+    assert "with another label or prompt" in said(capsys)
+
+
+def test_columns_of_any_kind_tell_samples_apart(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(last: float) -> None:
+        write_rows(data, [{**row, "hints": {"all": [0.5, None, {"last": last}]}} for row in answers()])
+
+    write(1.5)
+    arguments = ["score", str(data), "--resume"]
+    assert main(arguments) == 0
+    assert main(arguments) == 0
+    write(2.5)
+    assert main(arguments) == EXIT_USAGE
+    assert "line 1 is not about the sample that stands there" in said(capsys)
+
+
+def test_an_output_of_an_older_version_is_told_from_one_of_other_settings(
+    data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["score", str(data)]) == 0
-    write_rows(data, [{**row, "reward_model": {"ground_truth": "2"}}])
+    output = data.with_suffix(".scored.jsonl")
+    old = [{name: value for name, value in record.items() if name != "judged_by"} for record in records(output)]
+    write_rows(output, old)
     assert main(["score", str(data), "--resume"]) == EXIT_USAGE
-    assert "against another label" in said(capsys)
+    shown = said(capsys)
+    assert "line 1 does not say by which settings it was judged (judged_by): an older version" in shown
+    assert "other settings" not in shown
+    assert records(output) == old
 
 
 def test_an_output_that_was_cut_inside_of_a_character_is_gone_on_with(tmp_path: Path) -> None:

@@ -52,11 +52,12 @@ exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"
 """
 
 _LOAD = """\
-import json, os, sys
+import json, os, sys, types
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 work = json.load(sys.stdin)
-module = {"__name__": "solution"}
+sys.modules["solution"] = types.ModuleType("solution")  # dataclasses and typing look it up there
+module = vars(sys.modules["solution"])
 exec(work["imports"], module)
 exec(compile(open("solution.py", encoding="utf-8").read(), "solution.py", "exec"), module)
 """

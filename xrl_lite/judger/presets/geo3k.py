@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.math_answers import last_boxed
-from xrl_lite.judger.presets.math import is_equivalent, require_library
+from xrl_lite.judger.presets.math import LONGEST_ANSWER, is_equivalent, require_library
 
 _FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 
@@ -18,10 +18,10 @@ _FORM = re.compile(r"<think>.*</think>.*\\boxed\{.*\}.*", re.DOTALL)
 def compute_reward(response: str, label: Any, extra_info: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``(1 - f) * acc + f * form`` with f = ``extra_info["format_score"]``.
 
-    ``use_boxed`` False compares the whole response instead of what is in the box.
+    ``use_boxed`` False compares the end of the response instead of what is in the box.
     """
     share = extra_info.get("format_score", 0.1)
-    answer = last_boxed(response) if extra_info.get("use_boxed", True) else response
+    answer = last_boxed(response) if extra_info.get("use_boxed", True) else response[-LONGEST_ANSWER:]
     acc = 1.0 if answer is not None and is_equivalent(answer, str(label)) else 0.0
     form = 1.0 if _FORM.fullmatch(response.strip()) else 0.0
     return {"score": (1.0 - share) * acc + share * form, "acc": acc}

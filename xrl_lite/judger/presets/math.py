@@ -25,7 +25,9 @@ from xrl_lite.judger.outcome import JudgementTimeoutError
 
 DEFAULT_STEP_TIMEOUT_S = 5
 
-_LONGEST_ANSWER = 1000
+LONGEST_ANSWER = 1000
+"""Characters of an answer, or of the end of a response without a marked one, that math-verify reads."""
+
 _ENVIRONMENT = ("$", "\\boxed", "\\[", "\\(")
 _WORD = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]{4,}")
 
@@ -48,7 +50,7 @@ def compute_reward(response: str, label: Any, extra_info: Mapping[str, Any]) -> 
         is_right = is_equivalent(answer, gold, step_timeout=step_timeout)
     else:
         is_right = same_answer(response, gold) or _library_says_so(
-            response[-_LONGEST_ANSWER:], _as_latex(gold), step_timeout=step_timeout
+            response[-LONGEST_ANSWER:], _as_latex(gold), step_timeout=step_timeout
         )
     return {"score": 1.0 if is_right else 0.0, "acc": is_right}
 
@@ -63,7 +65,7 @@ def is_equivalent(answer: str, right: str, *, step_timeout: int = DEFAULT_STEP_T
         return True
     if differ_in_brackets(answer, right):
         return False
-    return _library_says_so(_as_latex(answer[:_LONGEST_ANSWER]), _as_latex(right), step_timeout=step_timeout)
+    return _library_says_so(_as_latex(answer[:LONGEST_ANSWER]), _as_latex(right), step_timeout=step_timeout)
 
 
 def require_library(judger: str) -> None:
