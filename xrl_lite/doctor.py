@@ -14,13 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
 
 import xrl_lite
 from xrl_lite.actors import ActorHandle, ActorSystem, RestartPolicy
 from xrl_lite.actors.machine import MILLI, usable_memory_bytes, usable_milli_cpus, visible_accelerators
 from xrl_lite.errors import ActorDiedError, XrlLiteError
+from xrl_lite.lazy import is_installed
 from xrl_lite.sandbox import Sandbox, SandboxError
 
 PACKAGES = (
@@ -229,7 +229,7 @@ def _sandbox() -> Finding:
 
 
 def _libraries() -> Iterator[Finding]:
-    if find_spec("torch") is None:
+    if not is_installed("torch"):
         text = "torch is not installed: judgers, actors, data and configs work, training does not"
         yield Finding(what="training", verdict=Verdict.NOTE, text=text, advice="pip install 'xrl-lite[train]'")
         return
@@ -242,7 +242,7 @@ def _libraries() -> Iterator[Finding]:
                 return str(error)
 
         yield _loads("training", "transformers", load("transformers", "AutoModelForCausalLM"))
-        if find_spec("vllm") is not None:
+        if is_installed("vllm"):
             yield _loads("vLLM", "vllm", load("vllm.v1.engine.async_llm", "AsyncLLM"))
         yield _accelerators(lambda: probe.num_cuda_devices.remote().result(_TIMEOUT_S))
 

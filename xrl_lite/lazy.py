@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first asked for, so that a program loads only what it uses."""
+"""What is imported only when it is needed: names of our own packages, and libraries that may be missing."""
 
 from __future__ import annotations
 
@@ -6,8 +6,18 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a library can be imported, without importing it.
+
+    A folder that merely has its name, such as the ``wandb/`` with which that library logs, is not the library.
+    """
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None  # a folder without __init__.py has no origin
 
 
 def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

@@ -6,13 +6,18 @@ table costs nothing, importing xrl_lite has no side effects, and a worker proces
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import entry_points
+from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -127,7 +132,7 @@ def path_of(component: object) -> str | None:
         *(name for name, value in vars(module).items() if value is component),
     ]
     name = next((name for name in names if _attribute(module, name) is component), None)
-    is_of_a_file = module.__name__ == "__main__" or module.__name__.startswith(_USER_MODULE)
+    is_of_a_file = module.__name__ == "__main__" or module.__name__.startswith(_USER_MODULE) or _is_hidden(module)
     where = getattr(module, "__file__", None) if is_of_a_file else module.__name__
     return f"{where}:{name}" if where and name else None
 
@@ -186,10 +191,14 @@ def make_importable(folder: Path) -> None:
 
 
 def load_file(path: Path) -> ModuleType:
-    """Run a Python file as a module of its own, once in this process. It may import files beside it.
+    """Run a Python file as a module of its own, once in this process.
+
+    It may import files beside it: while it runs they come before everything but the standard library, later they come
+    last.
 
     Raises:
-        PluginError: there is no such file, it raises, or it exits.
+        PluginError: there is no such file, it raises, or it exits; or it would get another module than the file beside
+            it.
     """
     resolved = path.expanduser().resolve()
     if not resolved.is_file():
@@ -202,11 +211,124 @@ def load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise PluginError(f"Cannot load {path}: it is not a Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     make_importable(resolved.parent)
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise PluginError(f"Cannot load {path}: running it {_what_it_did(error)}") from error
+    with ExitStack() as undo:
+        undo.callback(sys.modules.pop, name, None)
+        with _found_first(resolved.parent):
+            _check_neighbours(resolved)
+            sys.modules[name] = module
+            try:
+                spec.loader.exec_module(module)
+            except (Exception, SystemExit) as error:
+                raise PluginError(f"Cannot load {path}: running it {_what_it_did(error)}") from error
+        _check_neighbours(resolved)  # what its functions import is found without help
+        _send_hidden_by_value(resolved)
+        undo.pop_all()
     return module
+
+
+@contextmanager
+def _found_first(folder: Path) -> Generator[None]:
+    finder = _FolderFinder(folder)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
+class _FolderFinder(MetaPathFinder):
+    """Finds the files and packages of a folder, save those with a name of the standard library."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = [str(folder)]
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if path is not None or fullname in sys.stdlib_module_names:
+            return None
+        spec = PathFinder.find_spec(fullname, self._path, target)
+        return spec if spec is not None and spec.origin is not None else None  # a folder alone may be anything
+
+
+def _check_neighbours(file: Path) -> None:
+    """Check that a file, and those beside it that it imports, get each other and not modules of the same names.
+
+    Raises:
+        PluginError: another file has the name; tells both.
+    """
+    for importing, name, meant in _neighbours(file):
+        found = _file_behind(name)
+        if found is not None and found != meant:
+            raise PluginError(
+                f"Cannot load {file}: {importing.name} imports {name}, which is {meant} beside it, but would get "
+                f"{found}. A process can have one module of a name: rename {meant.name}, and import it by that."
+            )
+
+
+def _send_hidden_by_value(file: Path) -> None:
+    """See to it that other processes get the code beside a file where they would import another of the name."""
+    for _, name, _ in _neighbours(file):
+        if (module := sys.modules.get(name)) is not None and _is_hidden(module):
+            import cloudpickle  # hardly ever needed
+
+            cloudpickle.register_pickle_by_value(module)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _is_hidden(module: ModuleType) -> bool:
+    """Return whether a process that imports the name of a module would get another file."""
+    file, name = getattr(module, "__file__", None), module.__name__
+    if not file or "." in name:
+        return False
+    spec = PathFinder.find_spec(name)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() != Path(file).resolve()
+
+
+def _neighbours(file: Path) -> Iterator[tuple[Path, str, Path]]:
+    """Yield what a file, and those beside it, import from beside it: the importing file, the name, the file meant."""
+    folder, seen, unread = file.parent, {file}, [file]
+    while unread:
+        importing = unread.pop()
+        for name in _imported_by(importing):
+            meant = _file_of(name, folder)
+            if meant is None:
+                continue
+            yield importing, name, meant
+            if meant not in seen:
+                seen.add(meant)
+                unread.append(meant)
+
+
+def _imported_by(file: Path) -> Iterator[str]:
+    """Yield the full names that may be those of modules which a file imports, and of the packages around them."""
+    with suppress(SyntaxError, ValueError):  # told when it is run
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            names = list[str]()
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in names:
+                yield from accumulate(name.split("."), "{}.{}".format)
+
+
+def _file_of(name: str, folder: Path) -> Path | None:
+    """Return the file of a folder that is meant by the name of a module, if one is."""
+    if name.partition(".")[0] in sys.stdlib_module_names:
+        return None
+    place = folder.joinpath(*name.split("."))
+    files = (place / "__init__.py", place.with_name(f"{place.name}.py"))
+    return next((file.resolve() for file in files if file.is_file()), None)
+
+
+def _file_behind(name: str) -> Path | None:
+    """Return the file that an import of a module gets in this process, if it is known by now."""
+    if name in sys.modules:
+        file = getattr(sys.modules[name], "__file__", None)
+    elif "." in name:  # its package would have to be imported
+        return None
+    else:
+        spec = importlib.util.find_spec(name)
+        file = spec.origin if spec is not None else None
+    return Path(file).resolve() if file else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any, ClassVar, cast, get_args
 
 from pydantic import (
     AfterValidator,
@@ -39,6 +39,24 @@ class Settings(BaseModel):
         protected_namespaces=(),
         defer_build=True,  # the tree is built once, when a config is read, not once per class on import
     )
+
+    filled_in: ClassVar[frozenset[str]] = frozenset()
+    """Fields that the class derives from others where they are not given."""
+
+
+def given_in(settings: BaseModel) -> dict[str, Any]:
+    """Return the fields that somebody chose: those that were set, and those changed in place since."""
+    filled_in = settings.filled_in if isinstance(settings, Settings) else frozenset[str]()
+    return {
+        name: value
+        for name, field in type(settings).model_fields.items()
+        for value in [getattr(settings, name)]
+        if name in settings.model_fields_set
+        or (
+            name not in filled_in
+            and value != field.get_default(call_default_factory=True, validated_data=vars(settings))
+        )
+    }
 
 
 def chosen_by_type(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -417,3 +418,20 @@ async def test_a_function_of_a_python_config_goes_along(system: ActorSystem, tmp
     load_config(path)
     async with settings.build(system) as judger:
         assert [state.reward for state in await judge_all(judger, ["abc"])] == [{"score": 3}]
+
+
+@pytest.mark.parametrize("as_path", [True, False])
+async def test_a_worker_imports_the_helper_beside_reward_code_and_not_that_of_the_current_folder(
+    system: ActorSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_path: bool
+) -> None:
+    helper = f"helper_of_{tmp_path.name}"
+    for folder, points in (("current", 0.25), ("rewards", 1.0)):
+        (tmp_path / folder).mkdir()
+        code = f"def score(response, label, extra_info):\n    return {{'score': {points}}}\n"
+        (tmp_path / folder / f"{helper}.py").write_text(code)
+    file = tmp_path / "rewards" / "rewards.py"
+    file.write_text(f"from {helper} import score\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "current"), *sys.path])
+    handler = f"{file}:score"
+    async with config(handler if as_path else load_object(handler)).build(system) as judger:
+        assert (await judger.judge(make_state())).reward == {"score": 1.0}

@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
@@ -42,6 +41,7 @@ from xrl_lite.actors import (
 from xrl_lite.agent_loop.base import AgentLoop, AgentLoopConfig, RolloutCtl, StateJudger
 from xrl_lite.data import RolloutState, SampleParams, failed
 from xrl_lite.errors import ActorDiedError, ActorError, errors_as_themselves
+from xrl_lite.lazy import is_installed
 from xrl_lite.log import get_logger
 from xrl_lite.registry import load_plugins
 
@@ -410,7 +410,7 @@ def build_remote(
                 memory_bytes=resources.cpu_memory_per_worker,
                 max_concurrency=_MAX_CONCURRENCY,
                 restart=RestartPolicy(max_restarts=10),
-                preload=[module for module in PRELOAD if find_spec(module.partition(".")[0])],
+                preload=[module for module in PRELOAD if is_installed(module.partition(".")[0])],
             )
             loops.append(RemoteAgentLoop(located, host, rollout_ctl, judger))
     except BaseException:

@@ -73,6 +73,8 @@ _CLIP_SIDES = ("clip_ratio_low", "clip_ratio_high")
 class PolicyLossConfig(_Readable):
     """Which surrogate is minimised. In YAML also just its name."""
 
+    filled_in = frozenset(_CLIP_SIDES)
+
     loss_mode: str = "vanilla"
     """Name of the policy loss, or the path of a function with verl's signature."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from xrl_lite.errors import ConfigError, ResourceError
 from xrl_lite.judger import AnyJudgerConfig
 from xrl_lite.judger.config import leaves
 from xrl_lite.judger.data_sources import check_rows, judger_for
+from xrl_lite.lazy import is_installed
 from xrl_lite.registry import load_object
 from xrl_lite.replay_buffer import load_buffer_class
 from xrl_lite.trainer.checkpoint import load_callback_class
@@ -127,7 +127,7 @@ def check_installed(modules: Sequence[str] = ("torch", "transformers"), *, extra
     Raises:
         ConfigError: it is not; says how to install it.
     """
-    missing = [name for name in modules if find_spec(name) is None]
+    missing = [name for name in modules if not is_installed(name)]
     if missing:
         raise ConfigError(f"A run needs {' and '.join(missing)}. Install them with: pip install 'xrl-lite[{extra}]'")
 

@@ -14,7 +14,7 @@ from xrl_lite.config.run_config import RunConfig
 from xrl_lite.errors import ConfigError, PluginError, did_you_mean
 from xrl_lite.judger import JUDGERS, AnyJudgerConfig, JudgerConfigLike
 from xrl_lite.registry import load_file, load_object, load_plugins
-from xrl_lite.settings import Settings, explain, models_in
+from xrl_lite.settings import Settings, explain, given_in, models_in
 
 PYTHON_NAME = "config"
 """What a Python config file calls its `RunConfig`."""
@@ -209,7 +209,7 @@ def _replaced(value: Any, keys: Sequence[str], new: Any, path: str) -> Any:
     name, *rest = keys
     if isinstance(value, BaseModel):
         _check_known(name, type(value).model_fields, path)
-        opened = {field: getattr(value, field) for field in type(value).model_fields if field in value.model_fields_set}
+        opened = given_in(value)
         # an object of a class that was chosen by name must be found again under that name
         opened["type"] = f"{type(value).__module__}:{type(value).__qualname__}"
         if isinstance(value, RunConfig) or type(value) in _fixed_classes():

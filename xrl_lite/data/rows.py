@@ -26,6 +26,7 @@ from pydantic import Field, model_validator
 
 from xrl_lite.data.json_text import JsonTextError, read_json, split_lines
 from xrl_lite.errors import ConfigError, DataError, did_you_mean
+from xrl_lite.lazy import is_installed
 from xrl_lite.settings import Settings, UserPath
 
 GROUND_TRUTH_COLUMNS = ("ground_truth", "solution", "answer", "label")
@@ -404,9 +405,7 @@ def _read_dataset(config: DataConfig) -> Iterator[Mapping[str, Any]]:
 
 
 def _optional(module: str, purpose: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"{purpose} needs {module.split('.')[0]}. Install it with: pip install 'xrl-lite[train]'"
-        ) from error
+    library = module.partition(".")[0]
+    if not is_installed(library):
+        raise ConfigError(f"{purpose} needs {library}. Install it with: pip install 'xrl-lite[train]'")
+    return import_module(module)

@@ -86,14 +86,14 @@ class AnswerStream(ABC):
         text = said.text[len(self.sent.text) :]
         if not (reasoning or text):
             return b""
-        tokens = said.tokens[len(self.sent.tokens) :]
+        tokens = said.tokens_from(self.sent.num_tokens)
         self.sent = said
         return b"".join([*self._begin(), *self._say(reasoning, text, tokens)])
 
     def finish(self, result: TurnResult) -> bytes:
         """Return the rest of the answer."""
         more = self.more(result.said)
-        rest = result.said.tokens[len(self.sent.tokens) :]
+        rest = result.said.tokens_from(self.sent.num_tokens)
         return b"".join([more, *self._begin(), *self._end(result, rest)])
 
     def _begin(self) -> Iterator[bytes]:

@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -37,6 +36,7 @@ from xrl_lite.gateway.config import GatewayConfig
 from xrl_lite.gateway.refusal import Refusal, invalid
 from xrl_lite.gateway.session import Session, SessionParts, SessionState
 from xrl_lite.gateway.turn import SessionResult
+from xrl_lite.lazy import is_installed
 from xrl_lite.log import get_logger
 from xrl_lite.tools import ToolParser
 
@@ -335,7 +335,7 @@ async def _cancelled_at_end() -> AsyncGenerator[TaskGroup]:
 
 
 def _check_installed() -> None:
-    missing = [name for name in ("starlette", "uvicorn", "httptools") if find_spec(name) is None]
+    missing = [name for name in ("starlette", "uvicorn", "httptools") if not is_installed(name)]
     if missing:
         raise ConfigError(f"The gateway needs {' and '.join(missing)}. Install: pip install 'xrl-lite[gateway]'")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from xrl_lite.data.chat_template import ChatTemplate
@@ -37,13 +37,24 @@ class Said:
     """What it thought first; None where it did not."""
     text: str = ""
     """What it said, without reasoning and calls."""
-    tokens: tuple[TokenLogprob, ...] = ()
-    """The tokens that all of this, marks included, was said with; none where nobody asked for log-probs."""
+    sampled: Sequence[TokenLogprob] = field(default=(), compare=False)
+    """The tokens of the turn, to which more may be added; none where nobody asked for log-probs."""
+    num_tokens: int = 0
+    """How many of them all of this, marks included, was said with."""
+
+    @property
+    def tokens(self) -> tuple[TokenLogprob, ...]:
+        """The tokens that all of this was said with."""
+        return self.tokens_from(0)
+
+    def tokens_from(self, start: int) -> tuple[TokenLogprob, ...]:
+        """Return those of `tokens` from a place on; costs no more than they are many."""
+        return tuple(self.sampled[start : self.num_tokens])
 
     def continues(self, earlier: Said) -> bool:
         """Return whether nothing that was said earlier has become untrue; some formats leave reasoning out at last."""
         thought = self.reasoning is None or self.reasoning.startswith(earlier.reasoning or "")
-        sampled = self.tokens[: len(earlier.tokens)] == earlier.tokens
+        sampled = self.tokens[: earlier.num_tokens] == earlier.tokens
         return thought and sampled and self.text.startswith(earlier.text)
 
 
@@ -108,11 +119,8 @@ class Spoken:
         if self._marks and reasoning is None and text[:1].isspace():
             return Said()  # it is left out if there are calls
         shown = _before(text, self._stops).rstrip()
-        num_certain = len(certain) - (len(text) - len(shown))
-        return Said(reasoning=reasoning, text=shown, tokens=self._within(num_certain))
-
-    def _within(self, num_chars: int) -> tuple[TokenLogprob, ...]:
-        return tuple(self._tokens[: bisect_right(self._ends, num_chars)])
+        num_tokens = bisect_right(self._ends, len(certain) - (len(text) - len(shown)))
+        return Said(reasoning=reasoning, text=shown, sampled=self._tokens, num_tokens=num_tokens)
 
 
 def split_turn(template: ChatTemplate, text: str) -> tuple[str | None, str]:

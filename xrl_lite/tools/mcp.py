@@ -10,7 +10,6 @@ Is woken by  its answer; what it does not answer is ended with the call
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import uuid
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
@@ -18,6 +17,7 @@ from xrl_lite import actors
 from xrl_lite.actors import ActorHandle, RestartPolicy
 from xrl_lite.actors.orphans import family_mark
 from xrl_lite.errors import ToolError, did_you_mean
+from xrl_lite.lazy import is_installed
 from xrl_lite.tools.base import BaseTool
 from xrl_lite.tools.config import McpServerConfig
 from xrl_lite.tools.response import ToolResponse
@@ -42,7 +42,7 @@ async def connect(config: McpServerConfig, *, system: ActorSystem | None = None)
     Raises:
         ToolError: the client is not installed, the server does not answer, or lacks a tool that was asked for.
     """
-    if importlib.util.find_spec("mcp") is None:
+    if not is_installed("mcp"):
         raise ToolError("MCP servers need the official client. Install it: pip install 'xrl-lite[mcp]'.")
     host = (system or actors.default_system()).spawn(
         McpHost,

@@ -403,6 +403,36 @@ def test_python_config_takes_overrides(tmp_path: Path) -> None:
     assert "Did you mean 'num_steps'?" in refusal(path, "trainer.num_step=2")
 
 
+@pytest.mark.parametrize(
+    "override", ["seed=3", "engine.optimizer.learning_rate=0.001", "task.judger_config.extra_info.k=1"]
+)
+def test_overrides_keep_what_a_python_config_changed_in_place(tmp_path: Path, override: str) -> None:
+    source = tmp_path / "config.py"
+    source.write_text(
+        "from pathlib import Path\n"
+        "from tests.build import run_config\n"
+        "from xrl_lite.judger import GEO3KJudgerConfig\n"
+        "config = run_config(Path(__file__).parent, Path('model'), **{'task.judger_config': GEO3KJudgerConfig()})\n"
+        "config.task.judger_config.extra_info['format_score'] = 0.5\n"
+        "config.engine.optimizer.options['eps'] = 1e-6\n"
+    )
+    changed = load_config(source, [override])
+    assert isinstance(changed.task.judger_config, JudgerConfig)
+    assert changed.task.judger_config.extra_info["format_score"] == 0.5
+    assert changed.engine.optimizer.options == {"eps": 1e-6}
+
+
+def test_an_override_of_the_clip_ratio_of_a_python_config_is_for_both_sides(tmp_path: Path) -> None:
+    source = tmp_path / "config.py"
+    source.write_text(
+        "from pathlib import Path\n"
+        "from tests.build import run_config\n"
+        "config = run_config(Path(__file__).parent, Path('model'), algorithm={'policy_loss': {'clip_ratio': 0.3}})\n"
+    )
+    loss = load_config(source, [f"{LOSS}.clip_ratio=0.5"]).algorithm.policy_loss
+    assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.5, 0.5)
+
+
 CODE_IN_A_CONFIG = """
 from functools import partial
 from pathlib import Path

@@ -18,7 +18,7 @@ from xrl_lite.data import RolloutState
 from xrl_lite.data.chat_template import ChatTemplate
 from xrl_lite.data.tokenizer import TextStream
 from xrl_lite.gateway.session import PendingTurn
-from xrl_lite.gateway.spoken import Said
+from xrl_lite.gateway.spoken import Said, Spoken
 from xrl_lite.gateway.turn import TurnRequest, TurnResult
 from xrl_lite.rollout.replica import GenerateResult
 
@@ -133,6 +133,21 @@ async def test_tokens_are_told_with_the_text_that_they_are() -> None:
         assert "".join(token.text for token in each.tokens).rstrip().startswith(each.text)
         assert not any("<tool_call>" in token.text for token in each.tokens)
     assert [token.logprob for token in result.said.tokens] == [-float(n + 1) for n in range(len(result.response_ids))]
+
+
+def test_what_was_said_stays_with_its_tokens_while_more_are_sampled() -> None:
+    spoken = Spoken(QWEN3, template=None, skip_special_tokens=True, marks=[], stops=[], with_logprobs=True)
+    ids = QWEN3.encode_text("It is seven, I think.")
+    told: list[Said] = []
+    for token in ids:
+        spoken.add([token], [-1.0])
+        told.append(spoken.said())
+    assert [len(each.tokens) for each in told] == [each.num_tokens for each in told]
+    new = [
+        token.text for earlier, later in pairwise([Said(), *told]) for token in later.tokens_from(earlier.num_tokens)
+    ]
+    assert "".join(new) == "It is seven, I think."
+    assert all(each.sampled is told[0].sampled for each in told)  # a copy for each token would be quadratic
 
 
 async def test_reasoning_is_told_as_it_comes_and_before_the_text() -> None:

@@ -107,7 +107,7 @@ async def test_the_math_judger_knows_what_is_equivalent(response: str, label: st
 def test_without_the_library_the_judger_says_what_to_install(
     kind: type[JudgerConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(math, "find_spec", lambda name: None)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
+    monkeypatch.setattr(math, "is_installed", lambda name: False)  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
     with pytest.raises(ValueError, match=r"pip install 'xrl-lite\[math\]'"):
         kind()
 

@@ -123,7 +123,7 @@ def test_an_unknown_logger_names_the_closest() -> None:
 
 
 def test_a_logger_that_is_not_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xrl_lite.metrics.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("xrl_lite.metrics.loggers.is_installed", lambda name: False)
     with pytest.raises(ConfigError, match=r"wandb needs wandb. Install it with: pip install 'xrl-lite\[wandb\]'"):
         check_loggers(["wandb"])
     check_loggers(["console", "jsonl"])

@@ -12,7 +12,6 @@ import logging
 import re
 import threading
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -22,6 +21,7 @@ from xrl_lite.judger.base import Judger
 from xrl_lite.judger.config import JudgerConfig, RewardCode
 from xrl_lite.judger.math_answers import differ_in_brackets, final_answer, same_answer
 from xrl_lite.judger.outcome import JudgementTimeoutError
+from xrl_lite.lazy import is_installed
 
 DEFAULT_STEP_TIMEOUT_S = 5
 
@@ -74,7 +74,7 @@ def require_library(judger: str) -> None:
     Raises:
         ConfigError: it is not; says how to install it.
     """
-    if find_spec("math_verify") is None:
+    if not is_installed("math_verify"):
         raise ConfigError(f"the {judger} judger needs math-verify. Install it with: pip install 'xrl-lite[math]'")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any, Literal, Self, cast
 
 from pydantic import Field, field_validator, model_validator
@@ -19,6 +18,7 @@ from xrl_lite.judger.outcome import JudgerInputError, UnsupportedCallError
 from xrl_lite.judger.presets.llm_judge import HostedJudgerConfig
 from xrl_lite.judger.prompt import check_template, fill
 from xrl_lite.judger.serial_thread import SerialThread
+from xrl_lite.lazy import is_installed
 
 Activation = Literal["auto", "none", "sigmoid", "softmax"]
 
@@ -170,7 +170,7 @@ class RewardModelJudgerConfig(JudgerConfig):
 
     @model_validator(mode="after")
     def _libraries_are_there(self) -> Self:
-        missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+        missing = [name for name in ("torch", "transformers") if not is_installed(name)]
         if missing:
             raise ConfigError(f"a reward model needs {missing[0]}. Install it with: pip install 'xrl-lite[train]'")
         return self
