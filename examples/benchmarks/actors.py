@@ -9,7 +9,8 @@ least that Python can do would reach. Beside the rates stand the CPU times of dr
 one is the limit of the rate, however many cores there are.
 
 All cores are kept awake meanwhile. Waking one takes longer than a call does; and on a virtual machine the kernel takes
-a sleeping core for one that it was not given, and has caller and called share the other.
+a sleeping core for one that it was not given, and has caller and called share the other. The garbage collector of this
+process, in which all callers are, looks as rarely as that of a run does.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import json
 import multiprocessing
@@ -45,6 +47,8 @@ Numbers = dict[str, float]
 PAYLOADS = {"1 KB": {"response": "x" * 1000, "label": "42"}, "10 KB": {"response": "x" * 10_000, "label": "42"}}
 LARGE_BYTES = {"16 MB": 16 << 20, "256 MB": 256 << 20}
 IN_FLIGHT = 1000
+COLLECTIONS = (20_000, 10, 10)
+"""Thresholds of the garbage collector, as in a run of training."""
 
 P50 = "round trip, 1 KB, p50 (us)"
 SPAWN = "spawn to first reply (ms)"
@@ -722,6 +726,8 @@ def main() -> None:
         return
     effort = QUICK if options.quick else FULL
     runs = options.runs or (1 if options.quick else 5)
+    gc.freeze()
+    gc.set_threshold(*COLLECTIONS)
     with contextlib.nullcontext() if options.let_sleep else cores_awake():
         results = measure(choose(options.only), effort, runs)
     table = {
