@@ -281,18 +281,11 @@ async def test_only_the_last_lines_are_quoted(victim: ActorHandle) -> None:
 OVER_MEMORY = r"MB of memory, with what it started, and its limit \(memory_bytes\) is 200 MB"
 
 
-async def test_a_child_over_its_memory_ceiling_is_ended_and_the_error_says_so(system: ActorSystem) -> None:
+@pytest.mark.parametrize("method", ["use_memory", "use_memory_below"], ids=["itself", "what it starts"])
+async def test_a_child_over_its_memory_ceiling_is_ended_and_the_error_says_so(system: ActorSystem, method: str) -> None:
     handle = system.spawn(bodies.Victim, memory_bytes=200 << 20, restart=FORGIVING)
     with pytest.raises(ActorDiedError, match=OVER_MEMORY):
-        await handle.use_memory.remote(400 << 20)
-    assert await handle.ping.remote() == "pong"
-    await handle.stop()
-
-
-async def test_what_a_child_starts_counts_for_its_memory_ceiling(system: ActorSystem) -> None:
-    handle = system.spawn(bodies.Victim, memory_bytes=200 << 20, restart=FORGIVING)
-    with pytest.raises(ActorDiedError, match=OVER_MEMORY):
-        await handle.use_memory_below.remote(400 << 20)
+        await handle.method_named(method).remote(400 << 20)
     assert await handle.ping.remote() == "pong"
     await handle.stop()
 

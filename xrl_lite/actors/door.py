@@ -39,6 +39,7 @@ from xrl_lite.log import get_logger
 logger = get_logger(__name__)
 
 _CONNECT = b"connect"
+_GONE = "it was stopped, or its system is gone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +260,7 @@ class _Connection:
                     for frame in frames:
                         self._take(frame)
         except EOFError:
-            self._end(reader, "it was stopped, or its system is gone")
+            self._end(reader, _GONE)
         except Exception as error:  # noqa: BLE001 replies got lost, and nobody may wait for them
             self._end(reader, f"what it answers cannot be read here: {error}")
 
@@ -281,7 +282,7 @@ class _Connection:
         else:
             call.cancel()
 
-    def _fail_all(self, why: str = "it was stopped, or its system is gone") -> None:
+    def _fail_all(self, why: str = _GONE) -> None:
         for call_id in list(self.calls):
             if (call := self.calls.pop(call_id, None)) is not None:
                 call.set_exception(unavailable_error(self._spec, why))

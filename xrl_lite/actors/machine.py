@@ -133,12 +133,12 @@ def tree_bytes(pid: int, *, exact_above: int) -> int:
     """
     pids = [pid]
     for parent in pids:  # grows on the way
-        pids += children_of(parent)
+        pids += _children_of(parent)
     rough = sum(map(_private_bytes, pids))
     return rough if rough <= exact_above or len(pids) == 1 else sum(map(_fair_share_bytes, pids))
 
 
-def children_of(pid: int) -> list[int]:
+def _children_of(pid: int) -> list[int]:
     """Return the children of a process, ended ones that nobody waited for included; none if it is gone."""
     found: list[int] = []
     with suppress(OSError):  # it ended
