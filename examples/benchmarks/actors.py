@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import importlib.util
 import json
 import multiprocessing
@@ -41,14 +40,13 @@ from typing import Any
 
 from xrl_lite.actors import ActorSystem
 from xrl_lite.errors import ActorDiedError
+from xrl_lite.run import collect_rarely
 
 Numbers = dict[str, float]
 
 PAYLOADS = {"1 KB": {"response": "x" * 1000, "label": "42"}, "10 KB": {"response": "x" * 10_000, "label": "42"}}
 LARGE_BYTES = {"16 MB": 16 << 20, "256 MB": 256 << 20}
 IN_FLIGHT = 1000
-COLLECTIONS = (20_000, 10, 10)
-"""Thresholds of the garbage collector, as in a run of training."""
 
 P50 = "round trip, 1 KB, p50 (us)"
 SPAWN = "spawn to first reply (ms)"
@@ -726,8 +724,7 @@ def main() -> None:
         return
     effort = QUICK if options.quick else FULL
     runs = options.runs or (1 if options.quick else 5)
-    gc.freeze()
-    gc.set_threshold(*COLLECTIONS)
+    collect_rarely()
     with contextlib.nullcontext() if options.let_sleep else cores_awake():
         results = measure(choose(options.only), effort, runs)
     table = {

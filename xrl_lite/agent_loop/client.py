@@ -156,11 +156,11 @@ class StateClient:
 
     def _note(self, used: SampleParams, num_tokens: int) -> None:
         own = self._sample_params
-        if used is own or all(getattr(used, name) == getattr(own, name) for name in _SHAPE_THE_DISTRIBUTION):
-            self._num_own += num_tokens
-            return
         changed = [name for name in _SHAPE_THE_DISTRIBUTION if getattr(used, name) != getattr(own, name)]
-        self._foreign = ", ".join(f"{name}={getattr(used, name)} (not {getattr(own, name)})" for name in changed)
+        if changed:
+            self._foreign = ", ".join(f"{name}={getattr(used, name)} (not {getattr(own, name)})" for name in changed)
+        else:
+            self._num_own += num_tokens
 
     def _merge(self, given: Mapping[str, Any]) -> SampleParams:
         """Return the parameters of a request; those of one session mostly differ in `max_tokens` alone."""
