@@ -47,6 +47,7 @@ class ActorSpec:
     env: Mapping[str, str]
     preload: tuple[str, ...]
     start_timeout_s: float
+    background: bool = False
     resources: Resources = field(default_factory=Resources)
     """What was asked for."""
 

@@ -283,6 +283,7 @@ class ProcessActor:
             num_slots=link.page.num_slots,
             max_concurrency=spec.max_concurrency,
             num_threads=spec.num_threads,
+            background=spec.background,
             environment={**spec.surroundings.environment, **threads, "OMP_WAIT_POLICY": "PASSIVE", **spec.env},
             working_directory=spec.surroundings.working_directory,
             module_path=list(spec.surroundings.module_path),

@@ -188,6 +188,7 @@ class ActorSystem:
         on_cancel: OnCancel = "kill",
         env: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
+        background: bool = False,
         start_timeout_s: float = 120.0,
     ) -> ActorHandle:
         """Start an actor and return its handle at once. ``await handle.ready()`` raises what its constructor raises.
@@ -215,6 +216,8 @@ class ActorSystem:
                 main thread ("interrupt"), which keeps the actor's state.
             env: Environment variables for the child, on top of those that this process has now.
             preload: Modules that the fork server imports once for all children with the same list.
+            background: Whether it only computes: a call that reaches it takes no core from a process that runs, such as
+                this one (SCHED_BATCH of Linux). Its share of the cores stays the same.
             start_timeout_s: Seconds that the constructor may take; and, before it, the fork server with its imports.
 
         Raises:
@@ -247,6 +250,7 @@ class ActorSystem:
             on_cancel=on_cancel,
             env=dict(env or {}),
             preload=tuple(preload),
+            background=background,
             start_timeout_s=start_timeout_s,
             resources=resources,
             bundle=bundle.name if bundle is not None else "",

@@ -67,6 +67,7 @@ class ForkRequest:
     num_slots: int
     max_concurrency: int
     num_threads: int
+    background: bool
     environment: dict[str, str]
     working_directory: str
     module_path: list[str]
@@ -302,6 +303,8 @@ def become_actor(request: ForkRequest, socket_fd: int, replies_fd: int, page_fd:
         os.chdir(request.working_directory)
     gc.enable()
     _pin_to_cores(os.environ.pop(CORES_VARIABLE, ""))
+    if request.background:
+        _let_others_run()
     _limit_threads(request.num_threads)
     seed_generators(f"{request.seed}:{request.name}:{request.incarnation}")
     page = SlotPage(page_fd, request.num_slots)
@@ -329,6 +332,11 @@ def _volunteer_for_the_oom_killer() -> None:
 def _pin_to_cores(cores: str) -> None:
     if cores:
         os.sched_setaffinity(0, [int(core) for core in cores.split(",")])
+
+
+def _let_others_run() -> None:
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _limit_threads(count: int) -> None:

@@ -158,7 +158,7 @@ class XtunerReward(RewardAdapter):
     offers = ("response", "label", "extra_info")
 
     def arguments(self, payload: Mapping[str, Any], extra_info: Mapping[str, Any]) -> dict[str, Any]:
-        info = dict(extra_info)
+        info = {**extra_info}
         for name in self.needs:
             info[name] = payload[name]
         return {"response": payload["response"], "label": payload["label"], "extra_info": info}

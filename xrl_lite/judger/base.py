@@ -25,6 +25,7 @@ import anyio
 
 from xrl_lite.data.rollout_state import RolloutState, Status
 from xrl_lite.errors import ActorUnavailableError, JudgerError, is_being_cancelled
+from xrl_lite.judger.company import Alone, Company
 from xrl_lite.judger.ledger import Ledger, Statistics
 from xrl_lite.judger.outcome import (
     Judgement,
@@ -39,7 +40,7 @@ from xrl_lite.judger.outcome import (
 )
 from xrl_lite.judger.rate_limit import RateLimiter
 from xrl_lite.judger.reward_check import check_reward
-from xrl_lite.judger.stopwatch import Stopwatch, running_stopwatch
+from xrl_lite.judger.stopwatch import Item, Stopwatch, running_stopwatch
 from xrl_lite.judger.whereabouts import name_dynamic_code
 
 if TYPE_CHECKING:
@@ -136,6 +137,9 @@ class Judger(BaseJudger):
     gate: Gate | None = None
     """Bounds the judgements that are under way or in line; set by the config that builds the judger."""
 
+    company: Company | None = None
+    """Judges many states together, where that is cheaper; not set where a rate limiter holds each of them back."""
+
     _ledger: Ledger | None = None
 
     def prepare(self) -> None:
@@ -171,9 +175,33 @@ class Judger(BaseJudger):
             TypeError: `judge_payload` returned a list.
             JudgerError: the first judgements all failed.
         """
-        judgement = await self.attempt(rollout_state)
-        if isinstance(judgement.output, list):
-            raise TypeError("Judger returned a list output for a single rollout state.")
+        run = None
+        if self.company is not None:
+            found = await self.company.join(rollout_state)
+            if not isinstance(found, Alone):
+                return found
+            run = found.run
+        judgement = await self.attempt(rollout_state, run=run)
+        _refuse_list(judgement.output)
+        return self.settle(rollout_state, judgement)[0]
+
+    def conclude(self, rollout_state: RolloutState, item: Item, queue_s: float) -> RolloutState:
+        """Settle a state whose payload ran elsewhere, and return it.
+
+        Args:
+            rollout_state: What the payload was made of.
+            item: What came of it.
+            queue_s: Seconds it waited.
+
+        Raises:
+            Exception: as `judge`.
+        """
+        value, is_output, run_s = item
+        if is_output:
+            _refuse_list(value)
+            judgement = Judgement(self.get_judger_name(), queue_s, run_s, value)
+        else:
+            judgement = self._failed(value, queue_s, run_s)
         return self.settle(rollout_state, judgement)[0]
 
     async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
@@ -224,11 +252,17 @@ class Judger(BaseJudger):
             self._ledger = Ledger(self.get_judger_name())
         return self._ledger
 
-    async def attempt(self, rollout_states: RolloutState | list[RolloutState]) -> Judgement:
+    async def attempt(
+        self,
+        rollout_states: RolloutState | list[RolloutState],
+        *,
+        run: Callable[[Any], Coroutine[Any, Any, JudgerOutputBatch]] | None = None,
+    ) -> Judgement:
         """Run `judge_payload` once and say how that ended. The payload is made once the judger has room for it.
 
         Args:
             rollout_states: One, or a list that is one batch.
+            run: What to run in its place; it keeps to the time limit.
 
         Raises:
             JudgerMisuseError: no sample could be judged that way.
@@ -242,16 +276,12 @@ class Judger(BaseJudger):
             watch.start()
         try:
             if isinstance(rollout_states, list):
-                output = await self._start([self.preprocess(state) for state in rollout_states])
+                payload = [self.preprocess(state) for state in rollout_states]
             else:
-                output = await self._start(self.preprocess(rollout_states))
-        except (JudgerMisuseError, JudgerError):
-            raise
-        except ActorUnavailableError as error:
-            raise no_worker_left(name, error) from error
+                payload = self.preprocess(rollout_states)
+            output = await (run or self._start)(payload)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
-            name_dynamic_code(error, self.code_file)
-            return Judgement(name, *watch.read(), error=error, outcome=classify(error))
+            return self._failed(error, *watch.read())
         except BaseException as error:
             if not _is_of_reward_code(error):
                 raise
@@ -304,6 +334,15 @@ class Judger(BaseJudger):
         rollout_state.extra_fields = {**rollout_state.extra_fields, "judgement": judgement.record(sample)}
         self.ledger.enter(judgement, sample, self.policy)
 
+    def _failed(self, error: Exception, queue_s: float, run_s: float) -> Judgement:
+        """Return the judgement that an error of reward code comes to; raise one that no sample could do better with."""
+        if isinstance(error, JudgerMisuseError | JudgerError):
+            raise error
+        if isinstance(error, ActorUnavailableError):
+            raise no_worker_left(self.get_judger_name(), error) from error
+        name_dynamic_code(error, self.code_file)
+        return Judgement(self.get_judger_name(), queue_s, run_s, error=error, outcome=classify(error))
+
     def _start(self, payload: JudgerPayloadBatch) -> Coroutine[Any, Any, JudgerOutputBatch]:
         """Return `judge_payload` under way, with what holds it back and ends it; no frame more than that takes."""
         if self.rate_limiter is not None:
@@ -329,6 +368,11 @@ async def within(limit_s: float, judge: Callable[[Any], Any], payload: Any) -> A
     with anyio.move_on_after(limit_s):
         return await judge(payload)
     raise JudgementTimeoutError(f"no reward within {limit_s:g} s (request_timeout)")
+
+
+def _refuse_list(output: object) -> None:
+    if isinstance(output, list):
+        raise TypeError("Judger returned a list output for a single rollout state.")
 
 
 def _is_of_reward_code(error: BaseException) -> bool:

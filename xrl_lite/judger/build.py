@@ -72,6 +72,7 @@ def _limited(judger: Judger, config: JudgerConfig) -> Judger:
     judger.gate = Gate(config.max_pending)
     if config.rate_limit is not None:
         judger.rate_limiter = RateLimiter(config.rate_limit)
+        judger.company = None
     return judger
 
 
@@ -153,6 +154,7 @@ def _spawn(
                 max_concurrency=concurrency,
                 restart=_RESTART,
                 preload=PRELOAD,
+                background=True,
             )
             handles.append(handle)
     except BaseException as error:

@@ -110,6 +110,7 @@ class Parameters:
         """Names without a default."""
         self.names: dict[str, None] = {}
         """All names, in their order."""
+        self._known = frozenset[str]()
         self.takes_any = False
         """Whether it has ``**kwargs``, or cannot be looked at."""
         try:
@@ -127,6 +128,7 @@ class Parameters:
                     self.names[parameter.name] = None
                     if parameter.default is parameter.empty:
                         self.required.append(parameter.name)
+        self._known = frozenset(self.names)
 
     def takes(self, name: str) -> bool:
         """Return whether the callable takes an argument of this name."""
@@ -134,6 +136,6 @@ class Parameters:
 
     def choose(self, offered: dict[str, Any]) -> dict[str, Any]:
         """Return those of the offered arguments that the callable takes."""
-        if self.takes_any or offered.keys() <= self.names.keys():
+        if self.takes_any or self._known.issuperset(offered):
             return offered
         return {name: offered[name] for name in self.names if name in offered}

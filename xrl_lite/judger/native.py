@@ -22,6 +22,7 @@ from xrl_lite.judger.base import (
     label_of,
     within,
 )
+from xrl_lite.judger.dispatch import Dispatcher
 from xrl_lite.judger.handler import (
     DEFAULT_CONCURRENCY,
     RewardHandler,
@@ -41,7 +42,7 @@ from xrl_lite.judger.outcome import (
     UnsupportedCallError,
 )
 from xrl_lite.judger.serial_thread import SerialThread
-from xrl_lite.judger.stopwatch import running_stopwatch
+from xrl_lite.judger.stopwatch import Item, running_stopwatch
 
 
 class NativeJudger(Judger):
@@ -116,7 +117,9 @@ class NativeJudger(Judger):
         self._needs = frozenset[str]() if self._reward is None else self._reward.needs
         self._has_own_payload = type(self).judge_payload is not NativeJudger.judge_payload
         self._sync_in: SyncIn = sync_in
-        self._thread = SerialThread(f"judger {judger_name}")
+        self._dispatcher = Dispatcher(self, [_InThread(self)])
+        if self.runs_here and sync_in == "thread" and not self.wraps_async:
+            self.company = self._dispatcher
         self._limiter: LoopLocal[anyio.Semaphore] = LoopLocal(partial(anyio.Semaphore, max_concurrency))
         self._gold_response = gold_response
 
@@ -134,6 +137,7 @@ class NativeJudger(Judger):
         """Run sync code in the event loop from now on. For worker processes, where a call that hangs can be ended."""
         if not self.wraps_async:  # it may run a loop of its own, which no loop allows
             self._sync_in = "loop"
+            self.company = None
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return response and label, and what else the signature needs; all of it if `judge_payload` is overridden."""
@@ -151,20 +155,15 @@ class NativeJudger(Judger):
             RewardValueError: it returned nothing, or not a dict.
             Exception: what the reward code raised.
         """
-        single = _check(payload)
-        if self._reward is None:
-            return _accept(None)
         if self.is_async:
+            single = _check(payload)
             async with self._limiter.get():
                 running_stopwatch().start()
                 return _accept(await within(self.request_timeout, self._call_async, single))
-        if self._sync_in == "loop":
-            result = self._call(single)
-        else:
-            result = await self._thread.run(self._call, single, limit_s=self.request_timeout)
+        result = self.score(payload) if self._sync_in == "loop" else await self._dispatcher.run(_check(payload))
         if type(result) is not dict and inspect.isawaitable(result):  # a sync callable that returns a coroutine
-            result = await within(self.request_timeout, _wait, result)
-        return _accept(result)
+            result = _accept(await within(self.request_timeout, _wait, result))
+        return cast("JudgerOutput", result)
 
     @property
     def runs_here(self) -> bool:
@@ -180,11 +179,10 @@ class NativeJudger(Judger):
             payload: One, as for `judge_payload`.
             run: Runs a coroutine to its end, where the code returns something awaitable; by default in a thread.
         """
-        single = _check(payload)
-        result = None if self._reward is None else self._call(single)
+        result = self.score(payload)
         if type(result) is not dict and inspect.isawaitable(result):
-            result = (run or run_to_end)(_wait(result))
-        return _accept(result)
+            result = _accept((run or run_to_end)(_wait(result)))
+        return cast("JudgerOutput", result)
 
     async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
         """Not supported: one function call scores one sample."""
@@ -205,12 +203,53 @@ class NativeJudger(Judger):
         if self._http is not None:
             await self._http.aclose()
 
-    def _call(self, payload: JudgerPayload) -> Any:
-        assert self._reward is not None
-        return self._reward(payload, self.extra_info)
+    def score(self, payload: JudgerPayloadBatch) -> Any:
+        """Run sync reward code; return the reward, or something to await for it, and that has no company."""
+        single = _check(payload)
+        result = None if self._reward is None else self._reward(single, self.extra_info)
+        if type(result) is dict:  # nearly always, and the next look costs more than the rest
+            return cast("JudgerOutput", result)
+        if inspect.isawaitable(result):
+            self.company = None
+            return result
+        return _accept(result)
 
     async def _call_async(self, payload: JudgerPayload) -> Any:
-        return await self._call(payload)
+        assert self._reward is not None
+        return await self._reward(payload, self.extra_info)
+
+
+class _InThread:
+    """A thread of this process, as a worker: one call at a time."""
+
+    max_concurrency: int | None = 1
+    runs_many = False
+
+    def __init__(self, judger: NativeJudger) -> None:
+        self._judger = judger
+        self._thread = SerialThread(f"judger {judger.get_judger_name()}")
+
+    @property
+    def can_take_many(self) -> bool:
+        return self._judger.company is not None
+
+    async def send(self, payload: JudgerPayload, *, num_deaths: int = 0) -> Any:
+        return await self._thread.run(self._judger.score, payload, limit_s=self._judger.request_timeout)
+
+    async def send_many(self, payloads: Sequence[JudgerPayload], *, limit_s: float) -> list[Item]:
+        """Score them, each within the limit of a judgement: one that is left behind must not be run again alone."""
+        limit_s = self._judger.request_timeout
+        items = await self._thread.run_each(self._judger.score, payloads, limit_s=limit_s)
+        return items if self.can_take_many else [await self._awaited(item) for item in items]
+
+    async def _awaited(self, item: Item) -> Item:
+        value, is_output, run_s = item
+        if not (is_output and inspect.isawaitable(value)):
+            return item
+        try:
+            return _accept(await within(self._judger.request_timeout, _wait, value)), True, run_s
+        except Exception as error:  # noqa: BLE001 - user code may raise anything
+            return error, False, run_s
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:

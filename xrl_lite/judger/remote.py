@@ -78,7 +78,9 @@ class RemoteJudger(Judger):
         self.max_concurrency = max_concurrency
         self.can_take_many = can_take_many
         self.runs_many = max_concurrency != 1
-        self._dispatcher = Dispatcher(judger_name, [self])
+        self._dispatcher = Dispatcher(self, [self])
+        if type(self).judge_payload is RemoteJudger.judge_payload:
+            self.company = self._dispatcher
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Make the payload here, so that only it travels."""
@@ -187,15 +189,14 @@ class JudgerActor:
 
     def judge_each(self, payloads: Sequence[JudgerPayload]) -> list[Item]:
         """Score payloads one after the other; one that raises does not keep the others from being scored."""
-        return [self._judge_one(payload) for payload in payloads]
-
-    def _judge_one(self, payload: JudgerPayload) -> Item:
-        began = perf_counter()
-        try:
-            output = self._score(payload)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
-            return _ready_to_travel(error), False, perf_counter() - began
-        return output, True, perf_counter() - began
+        score, items = self._score, list[Item]()
+        for payload in payloads:
+            began = perf_counter()
+            try:
+                items.append((score(payload), True, perf_counter() - began))
+            except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
+                items.append((_ready_to_travel(error), False, perf_counter() - began))
+        return items
 
     def _judge(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         return self._run(self.judger.judge_payload(payload))

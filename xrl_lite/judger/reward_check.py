@@ -30,14 +30,20 @@ def check_reward(reward: Any, *, judger: str, sample: object, needs_score: bool 
     if not isinstance(reward, dict):
         raise _unusable("must be a dict", reward, judger, sample)
     values = cast("dict[str, Any]", reward)
-    if not _PLAIN.issuperset(map(type, values.values())):
-        values = {name: _as_plain(value) for name, value in values.items()}
+    for value in values.values():  # a loop costs less than one call would
+        if type(value) not in _PLAIN:
+            values = {name: _as_plain(value) for name, value in values.items()}
+            break
     if "score" not in values:
         if not needs_score:
             return values
         raise _unusable("must have the key 'score'", values, judger, sample)
     score = values["score"]
-    if not (isinstance(score, (int, float)) and _is_finite(score)):  # a tuple, as a union is made anew each time
+    try:
+        is_usable = isinstance(score, (int, float)) and math.isfinite(score)  # a union would be made anew each time
+    except OverflowError:  # an int that no float can be
+        is_usable = False
+    if not is_usable:
         raise _unusable(f"must have a finite number as 'score', got {_short(score)}", values, judger, sample)
     return values
 
@@ -52,13 +58,6 @@ def _as_plain(value: Any) -> Any:
         return float(cast("Any", value)) if isinstance(value, Number) and not isinstance(value, int) else value
     except (TypeError, ValueError, RuntimeError, OverflowError):  # several elements, or none; complex numbers
         return value
-
-
-def _is_finite(score: float) -> bool:
-    try:
-        return math.isfinite(score)
-    except OverflowError:  # an int that no float can be
-        return False
 
 
 def _unusable(rule: str, value: Any, judger: str, sample: object) -> RewardValueError:

@@ -2,10 +2,10 @@
 
 ::
 
-    run() --job--> queue --> daemon thread --results--> mail --> the loop of the caller
-      waits for    its result, at most `limit_s` from when the job begins
-      is woken by  the thread, for all results since it last looked; or by its timer, and then another thread takes the
-                   rest of the queue
+    run_each() --job--> queue --> daemon thread --results--> mail --> the loop of the caller
+      waits for    its results, at most `limit_s` for each call from when it begins
+      is woken by  the thread, for all jobs that ended since it last looked; or by its timer, and then another thread
+                   takes the rest of the job and of the queue
 
 This is the weak way to limit code: Python cannot end a thread, so what is left behind goes on using CPU and memory
 until it ends by itself. Worker processes are the strong way.
@@ -17,7 +17,7 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -32,19 +32,21 @@ from xrl_lite.judger.stopwatch import Item, running_stopwatch, unwrap
 @dataclass(eq=False, slots=True)
 class _Job:
     call: Callable[[Any], Any]
-    argument: Any
+    arguments: Sequence[Any]
     limit_s: float
-    done: asyncio.Future[Item]
+    done: asyncio.Future[list[Item]]
     mail: _Mail
-    began: float | None = None
+    items: list[Item] = field(default_factory=list[Item])
+    at_work: tuple[int, float] | None = None
+    """Which argument it is at, and since when; set by the thread, in one piece."""
     is_dropped: bool = False
 
 
 class _Mail:
     """Results on their way to one loop. The thread wakes the loop once for all that it has not fetched yet.
 
-    One timer watches over the job that runs: it looks when that job's limit is over, and if another has begun since, at
-    the end of that one's.
+    One timer watches over the call that runs: it looks when that call's limit is over, and if another has begun since,
+    at the end of that one's.
     """
 
     num_expected = 0
@@ -54,7 +56,7 @@ class _Mail:
 
     def __init__(self) -> None:
         self._loop = weakref.ref(asyncio.get_running_loop())
-        self._items: deque[tuple[asyncio.Future[Item], Item]] = deque()
+        self._ended: deque[_Job] = deque()
         self._is_announced = False
         self._is_watching = False
 
@@ -62,9 +64,9 @@ class _Mail:
         if not self._is_watching:
             self._watch_again(limit_s, limit_s)
 
-    def post(self, done: asyncio.Future[Item], item: Item) -> None:
+    def post(self, job: _Job) -> None:
         """Called by the thread."""
-        self._items.append((done, item))
+        self._ended.append(job)
         if self._is_announced:
             return
         self._is_announced = True
@@ -74,20 +76,22 @@ class _Mail:
                 loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_announced = False  # before the items are fetched: what comes from now on is announced again
-        while self._items:
-            done, item = self._items.popleft()
-            if not done.done():
-                done.set_result(item)
+        self._is_announced = False  # before the jobs are fetched: what comes from now on is announced again
+        while self._ended:
+            job = self._ended.popleft()
+            if not job.done.done():
+                job.done.set_result(job.items)
 
     def _look(self, limit_s: float) -> None:
         self._is_watching = False
         job = self.running
         left_s = limit_s
-        if job is not None and job.began is not None:
-            left_s = job.began + job.limit_s - perf_counter()
+        at_work = None if job is None else job.at_work
+        if job is not None and at_work is not None:
+            left_s = at_work[1] + job.limit_s - perf_counter()
             if left_s <= 0:
-                _end(job)
+                if not job.done.done():
+                    job.done.set_exception(_TooLongError(at_work))
                 left_s = limit_s
         if self.num_expected:
             self._watch_again(left_s, limit_s)
@@ -125,24 +129,43 @@ class SerialThread:
             Exception: what `call` raised.
         """
         watch = running_stopwatch()
-        loop = asyncio.get_running_loop()
-        mail = self._mail.get(loop)
-        job = _Job(call, argument, limit_s, loop.create_future(), mail)
+        (item,) = await self.run_each(call, [argument], limit_s=limit_s)
+        return unwrap(item, watch)
+
+    async def run_each(self, call: Callable[[Any], Any], arguments: Sequence[Any], *, limit_s: float) -> list[Item]:
+        """Return what came of `call` with each of the arguments, in order. The limit holds for each of the calls.
+
+        One that runs longer ends as `JudgementTimeoutError`; its thread is left behind, and another goes on with the
+        next. Cancelling leaves the thread behind that is at work for it.
+        """
+        mail = self._mail.get()
         mail.num_expected += 1
-        mail.watch(limit_s)
+        items: list[Item] = []
+        try:
+            while len(items) < len(arguments):
+                mail.watch(limit_s)
+                items += await self._run_job(call, arguments[len(items) :] if items else arguments, limit_s, mail)
+        finally:
+            mail.num_expected -= 1
+        return items
+
+    async def _run_job(
+        self, call: Callable[[Any], Any], arguments: Sequence[Any], limit_s: float, mail: _Mail
+    ) -> list[Item]:
+        """Return the items up to the last argument, or to the first that ran too long."""
+        job = _Job(call, arguments, limit_s, asyncio.get_running_loop().create_future(), mail)
         if self._worker is None:
             self._start_worker()
         self._jobs.put(job)
         try:
-            item = await job.done
-        except BaseException:  # cancelled, or over its limit
+            return await job.done
+        except _TooLongError as error:
             self._drop(job)
-            if job.began is not None:
-                watch.took(perf_counter() - job.began)
+            index, began = error.at_work
+            return [*job.items[:index], (_too_long(limit_s), False, perf_counter() - began)]
+        except BaseException:
+            self._drop(job)
             raise
-        finally:
-            mail.num_expected -= 1
-        return unwrap(item, watch)
 
     def __reduce__(self) -> tuple[type[SerialThread], tuple[str]]:
         return SerialThread, (self._name,)
@@ -164,36 +187,43 @@ class SerialThread:
         self._start_worker()
 
 
-def _end(job: _Job) -> None:
-    if not job.done.done():
-        job.done.set_exception(
-            JudgementTimeoutError(
-                f"no reward within {job.limit_s:g} s (request_timeout). The thread that runs the code cannot be ended "
-                f"and is left behind; give the judger cpu_resources to run it in a process that can."
-            )
-        )
+class _TooLongError(Exception):
+    def __init__(self, at_work: tuple[int, float]) -> None:
+        super().__init__()
+        self.at_work = at_work
+
+
+def _too_long(limit_s: float) -> JudgementTimeoutError:
+    return JudgementTimeoutError(
+        f"no reward within {limit_s:g} s (request_timeout). The thread that runs the code cannot be ended and is left "
+        f"behind; give the judger cpu_resources to run it in a process that can."
+    )
 
 
 def _work(worker: _Worker, jobs: SimpleQueue[_Job | None]) -> None:
     while (job := jobs.get()) is not None:
         mail = job.mail
         mail.running = job  # first: who drops it from now on leaves this thread behind
-        item = None if job.is_dropped else _run(job)
+        if not job.is_dropped:
+            _run(job, worker)
         with worker.lock:
             if worker.is_left_behind:
                 return
             mail.running = None
-        if item is not None:
-            mail.post(job.done, item)
-        del job, item
+        mail.post(job)
+        del job
 
 
-def _run(job: _Job) -> Item:
-    job.began = began = perf_counter()
-    try:
-        output = job.call(job.argument)
-    except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
-        return error, False, perf_counter() - began
-    except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
-        return ended_by(error), False, perf_counter() - began
-    return output, True, perf_counter() - began
+def _run(job: _Job, worker: _Worker) -> None:
+    call, items = job.call, job.items
+    for index, argument in enumerate(job.arguments):
+        if worker.is_left_behind:
+            return
+        began = perf_counter()
+        job.at_work = (index, began)
+        try:
+            items.append((call(argument), True, perf_counter() - began))
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
+            items.append((error, False, perf_counter() - began))
+        except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
+            items.append((ended_by(error), False, perf_counter() - began))

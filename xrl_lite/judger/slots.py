@@ -42,9 +42,14 @@ class Ticket:
     """A payload in line, or on board."""
 
     payload: Any
+    """What others may carry along; None where it is not made yet, or is not for others."""
     future: asyncio.Future[Any]
     """Gets a `Lead`, a place at the worker to use next, or what came of the payload that somebody else sent; or the
     error given to `Slots.retire`, when no worker is left."""
+    state: Any = None
+    """What to make the payload of, once somebody carries it along."""
+    asked: float = 0.0
+    """When it got in line."""
     num_deaths: int = 0
     travels_alone: bool = False
     is_whole: bool = False
@@ -79,9 +84,9 @@ class Slots:
         return list(self._in_flight)
 
     @property
-    def has_line(self) -> bool:
-        """Whether anybody waits."""
-        return bool(self._line)
+    def num_in_line(self) -> int:
+        """How many wait."""
+        return len(self._line)
 
     def ask(self, payload: Any = None, *, whole: bool = False) -> Ticket:
         """Get in line for a place. Who waits for the ticket's future no longer must `withdraw` it.
@@ -94,6 +99,20 @@ class Slots:
         self._line.append(ticket)
         if self._line[0] is ticket:  # else there is no free place, or the first in line wants a whole worker
             self._serve_line()
+        return ticket
+
+    def line_up(self, state: Any, asked: float) -> Ticket | None:
+        """Get in line as `ask` does, unless there is a place at once; others may make a payload of the state."""
+        if not self._line and self._has_place():
+            return None
+        ticket = Ticket(None, asyncio.get_running_loop().create_future(), state, asked)
+        self._line.append(ticket)
+        return ticket
+
+    def ask_again(self, *, num_deaths: int) -> Ticket:
+        """Get to the front of the line, for what was on board of a journey that failed; it travels alone."""
+        ticket = Ticket(None, asyncio.get_running_loop().create_future())
+        self.put_back([ticket], num_deaths=num_deaths)
         return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -118,9 +137,9 @@ class Slots:
         boarded: list[Ticket] = []
         while line and len(boarded) < count:
             ticket = line[0]
-            if ticket.future.done():
+            if ticket.is_void:
                 line.popleft()
-            elif ticket.travels_alone or ticket.is_whole or ticket.payload is None:
+            elif ticket.travels_alone or ticket.is_whole or (ticket.payload is None and ticket.state is None):
                 break
             else:
                 boarded.append(line.popleft())
@@ -131,11 +150,11 @@ class Slots:
         if not ticket.is_void:
             ticket.future.set_result(result)
 
-    def put_back(self, tickets: Sequence[Ticket], *, died: bool) -> None:
-        """Put boarded tickets back at the front of the line, to travel alone."""
+    def put_back(self, tickets: Sequence[Ticket], *, num_deaths: int) -> None:
+        """Put boarded tickets back at the front of the line, to travel alone; so many workers died on the way."""
         for ticket in reversed(tickets):
             ticket.travels_alone = True
-            ticket.num_deaths += died
+            ticket.num_deaths += num_deaths
             self._line.appendleft(ticket)
         self._serve_line()
 
@@ -175,6 +194,10 @@ class Slots:
                 self._next = (index + 1) % len(self._capacities)
                 return index
         return None
+
+    def _has_place(self) -> bool:
+        indexes = range(len(self._capacities))
+        return any(index not in self._retired and self._has_room(index, extra=0, whole=False) for index in indexes)
 
     def _has_room(self, index: int, *, extra: int, whole: bool) -> bool:
         if whole:
