@@ -175,9 +175,13 @@ class Judger(BaseJudger):
             TypeError: `judge_payload` returned a list.
             JudgerError: the first judgements all failed.
         """
-        run = None
-        if self.company is not None:
-            found = await self.company.join(rollout_state)
+        run, gate = None, self.gate
+        if self.company is not None and (gate is None or gate.enter_now()):
+            try:
+                found = await self.company.join(rollout_state)
+            finally:
+                if gate is not None:
+                    gate.leave()
             if not isinstance(found, Alone):
                 return found
             run = found.run
@@ -332,7 +336,7 @@ class Judger(BaseJudger):
         sample = rollout_state.rollout_id
         # a new dict: the payload may still hold the old one
         rollout_state.extra_fields = {**rollout_state.extra_fields, "judgement": judgement.record(sample)}
-        self.ledger.enter(judgement, sample, self.policy)
+        (self._ledger or self.ledger).enter(judgement, sample, self.policy)
 
     def _failed(self, error: Exception, queue_s: float, run_s: float) -> Judgement:
         """Return the judgement that an error of reward code comes to; raise one that no sample could do better with."""

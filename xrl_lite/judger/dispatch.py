@@ -183,10 +183,14 @@ class Dispatcher:
         return output
 
     async def _lead(self, worker: Worker, ticket: Ticket) -> RolloutState | Alone:
-        """Take others along; return what became of the leader's own state."""
-        if not self._pack(ticket):
+        """Take others along; return what became of the leader's own state, or that it has to go alone."""
+        passengers = self._board(worker)
+        if not passengers:
             return Alone(self._judger.judge_payload)
-        item = await self._travel(worker, ticket.payload, self._board(worker))
+        if not self._pack(ticket):
+            self._send_alone(passengers, 0, self._judger.judge_payload)
+            return Alone(self._judger.judge_payload)
+        item = await self._travel(worker, ticket.payload, passengers)
         if isinstance(item, tuple):
             return self._conclude(ticket, item, perf_counter())
         return Alone(partial(self.run, num_deaths=int(isinstance(item, ActorDiedError))))

@@ -189,14 +189,14 @@ class JudgerActor:
 
     def judge_each(self, payloads: Sequence[JudgerPayload]) -> list[Item]:
         """Score payloads one after the other; one that raises does not keep the others from being scored."""
-        score, items = self._score, list[Item]()
-        for payload in payloads:
-            began = perf_counter()
-            try:
-                items.append((score(payload), True, perf_counter() - began))
-            except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
-                items.append((_ready_to_travel(error), False, perf_counter() - began))
-        return items
+        return [self._judge_one(payload) for payload in payloads]
+
+    def _judge_one(self, payload: JudgerPayload) -> Item:
+        began = perf_counter()
+        try:
+            return self._score(payload), True, perf_counter() - began
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller raises it again
+            return _ready_to_travel(error), False, perf_counter() - began
 
     def _judge(self, payload: JudgerPayloadBatch) -> JudgerOutputBatch:
         return self._run(self.judger.judge_payload(payload))

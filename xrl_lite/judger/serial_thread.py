@@ -215,15 +215,18 @@ def _work(worker: _Worker, jobs: SimpleQueue[_Job | None]) -> None:
 
 
 def _run(job: _Job, worker: _Worker) -> None:
-    call, items = job.call, job.items
     for index, argument in enumerate(job.arguments):
         if worker.is_left_behind:
             return
         began = perf_counter()
         job.at_work = (index, began)
-        try:
-            items.append((call(argument), True, perf_counter() - began))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
-            items.append((error, False, perf_counter() - began))
-        except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
-            items.append((ended_by(error), False, perf_counter() - began))
+        job.items.append(_call(job.call, argument, began))
+
+
+def _call(call: Callable[[Any], Any], argument: Any, began: float) -> Item:
+    try:
+        return call(argument), True, perf_counter() - began
+    except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
+        return error, False, perf_counter() - began
+    except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
+        return ended_by(error), False, perf_counter() - began
