@@ -64,3 +64,13 @@ async def test_a_pinned_child_runs_on_its_cores_also_after_a_restart(system: Act
     with pytest.raises(ActorDiedError):
         await handle.kill_itself.remote()
     assert await handle.evaluate.remote(cores) == [core]
+
+
+async def test_a_child_in_the_background_takes_no_core_from_who_runs(system: ActorSystem) -> None:
+    policy = "os.sched_getscheduler(0)"
+    handle = system.spawn(Victim, background=True, restart=RestartPolicy())
+    assert await handle.evaluate.remote(policy) == os.SCHED_BATCH
+    with pytest.raises(ActorDiedError):
+        await handle.kill_itself.remote()
+    assert await handle.evaluate.remote(policy) == os.SCHED_BATCH
+    assert await system.spawn(Victim).evaluate.remote(policy) == os.sched_getscheduler(0)

@@ -63,6 +63,7 @@ class RewardAdapter:
 
     def __init__(self, function: RewardHandler, *, reward_kwargs: Mapping[str, Any] | None = None) -> None:
         self.function = function
+        self.functions: Sequence[RewardHandler] = [function]
         self.reward_kwargs = dict(reward_kwargs or {})
         self.parameters = Parameters(function)
 

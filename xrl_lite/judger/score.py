@@ -30,15 +30,16 @@ from xrl_lite.actors import ActorSystem, CPUResourceManager, clear_cpu_resource_
 from xrl_lite.data import DataConfig, RolloutState, Row, Status, parse_row, read_raw_rows
 from xrl_lite.data.json_text import JsonTextError, read_json
 from xrl_lite.errors import ConfigError, DataError, did_you_mean, errors_as_themselves
-from xrl_lite.judger.adapters import content_text
+from xrl_lite.judger.adapters import RewardAdapter, content_text
 from xrl_lite.judger.base import BaseJudger
 from xrl_lite.judger.build import build_judger
-from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfigLike
+from xrl_lite.judger.config import ComposedJudgerConfig, JudgerConfig, JudgerConfigLike
 from xrl_lite.judger.data_sources import check_rows
-from xrl_lite.judger.handler import handler_name
+from xrl_lite.judger.handler import code_file, handler_name, is_url, load_handler
 from xrl_lite.judger.outcome import Judgement, Outcome, RewardValueError
 from xrl_lite.judger.proof import self_test, summarize
 from xrl_lite.judger.reward_check import check_reward
+from xrl_lite.judger.whereabouts import is_user_code
 
 RESPONSE_COLUMNS = ("response", "responses", "completion", "completions", "output", "prediction", "solution_str")
 """Columns that are looked at for the response, in this order."""
@@ -141,8 +142,8 @@ def open_output(
             )
         if record["judged_by"] != judged_by(sample):
             raise ConfigError(
-                f"{path}, line {position + 1} was judged by a judger with other settings, with another label or "
-                f"prompt, or by another version of xrl-lite. Go on with those, or name another output."
+                f"{path}, line {position + 1} was judged by a judger with other settings or code, with another label "
+                f"or prompt, or by another version of xrl-lite. Go on with those, or name another output."
             )
     os.truncate(path, content.rfind(b"\n") + 1)  # a line that was being written when the run ended is written again
     return records
@@ -406,9 +407,16 @@ def _no_record(path: Path, number: int) -> ConfigError:
     return ConfigError(f"{path}, line {number} is no record of a judgement. Name another output.")
 
 
-def _handler_names(handler: object) -> list[str]:
+def _code_of(config: JudgerConfig) -> list[str]:
+    """Return the names of the reward code, and a digest of each file of the user's that it stands in."""
+    handler: object = config.reward_handler
     handlers = cast("Sequence[object]", handler) if isinstance(handler, list) else [handler]
-    return [handler_name(one) for one in handlers]
+    names = [handler_name(one) for one in handlers]
+    loaded = [load_handler(one, judger=config.judger_name) for one in handlers if one is not None and not is_url(one)]
+    functions = [each for one in loaded for each in (one.functions if isinstance(one, RewardAdapter) else [one])]
+    files = {file for file in map(code_file, functions) if file is not None and is_user_code(file)}
+    present = [path for path in map(Path, sorted(files)) if path.is_file()]  # code typed into a prompt has no file
+    return [*names, *(hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest() for path in present)]
 
 
 def _what_scores(config: JudgerConfigLike) -> list[Any]:
@@ -418,7 +426,7 @@ def _what_scores(config: JudgerConfigLike) -> list[Any]:
     if isinstance(config, ComposedJudgerConfig):
         settings["branches"] = {name: _what_scores(branch) for name, branch in config.branches.items()}
         return [type(config).__qualname__, settings]
-    return [type(config).__qualname__, settings, _handler_names(config.reward_handler)]
+    return [type(config).__qualname__, settings, *_code_of(config)]
 
 
 def _to_json(value: Any) -> str:

@@ -34,7 +34,7 @@ def user_frame(error: BaseException) -> Frame | None:
     A remote traceback, which the actor layer keeps in ``__notes__``, is closer to the cause than the local one.
     """
     for frames in (list(_noted_frames(error)), list(_local_frames(error))):
-        own = [frame for frame in frames if _is_user_code(frame[0])]
+        own = [frame for frame in frames if is_user_code(frame[0])]
         if own:
             return own[-1]
     return None
@@ -63,5 +63,6 @@ def _noted_frames(error: BaseException) -> Iterator[Frame]:
             yield match["file"], int(match["line"]), match["function"]
 
 
-def _is_user_code(file: str) -> bool:
+def is_user_code(file: str) -> bool:
+    """Return whether a file belongs neither to the package nor to what is installed."""
     return not file.startswith(("<frozen", _PACKAGE, *_LIBRARIES))

@@ -111,10 +111,25 @@ def test_records_of_other_settings_are_not_gone_on_with(data: Path, capsys: pyte
     output.write_text("".join(output.read_text().splitlines(keepends=True)[:3]))
     assert main([*arguments, "--resume", "extra_info.score=2"]) == EXIT_USAGE
     assert main(["score", str(data), "--judger", "exact_match", "--resume"]) == EXIT_USAGE
-    assert "judged by a judger with other settings, with another label or prompt" in said(capsys)
+    assert "judged by a judger with other settings or code, with another label or prompt" in said(capsys)
     assert len(records(output)) == 3
     assert main([*arguments, "--resume", "max_pending=4", "request_timeout=5"]) == 0
     assert len(records(output)) == 6
+
+
+def test_records_of_reward_code_that_was_edited_are_not_gone_on_with(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text("def reward(response, label, extra_info):\n    return 1.0\n")
+    settings = {"judger_name": "mine", "reward_handler": f"{code}:reward"}
+    (tmp_path / "judger.yaml").write_text(json.dumps(settings))
+    arguments = ["score", str(data), "--judger", str(tmp_path / "judger.yaml"), "--no-self-test", "--resume"]
+    assert main(arguments) == 0
+    assert main(arguments) == 0
+    code.write_text("def reward(response, label, extra_info):\n    return 0.0\n")
+    assert main(arguments) == EXIT_USAGE
+    assert "judged by a judger with other settings or code" in said(capsys)
 
 
 def test_records_of_other_labels_are_not_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
