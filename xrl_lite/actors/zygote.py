@@ -336,7 +336,8 @@ def _pin_to_cores(cores: str) -> None:
 
 def _let_others_run() -> None:
     with contextlib.suppress(OSError):  # a sandbox may forbid it
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:  # what the user has chosen for the whole stays
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _limit_threads(count: int) -> None:

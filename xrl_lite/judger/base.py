@@ -8,6 +8,9 @@
 Only the payload and the output travel; a state is never copied. `judge` returns the state it was given, and calls
 `judge_payload` once.
 
+While many wait, the two steps in the caller's process are taken for many states in a row, in the task of one of them,
+so they must not go by what belongs to a task.
+
 What `judge_payload` raises does not leave `judge`: it becomes the outcome of this one judgement, and the policy of the
 judger says what happens to the sample. Misuse is raised: no response, no label, bad routing, a method that is not
 there, a list where one output belongs.
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from string import digits
+from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, cast
 
@@ -25,7 +29,6 @@ import anyio
 
 from xrl_lite.data.rollout_state import RolloutState, Status
 from xrl_lite.errors import ActorUnavailableError, JudgerError, is_being_cancelled
-from xrl_lite.judger.company import Alone, Company
 from xrl_lite.judger.ledger import Ledger, Statistics
 from xrl_lite.judger.outcome import (
     Judgement,
@@ -44,6 +47,7 @@ from xrl_lite.judger.stopwatch import Item, Stopwatch, running_stopwatch
 from xrl_lite.judger.whereabouts import name_dynamic_code
 
 if TYPE_CHECKING:
+    from xrl_lite.judger.company import Company
     from xrl_lite.judger.gate import Gate
 
 JudgerPayload: TypeAlias = dict[str, Any]
@@ -137,8 +141,8 @@ class Judger(BaseJudger):
     gate: Gate | None = None
     """Bounds the judgements that are under way or in line; set by the config that builds the judger."""
 
-    company: Company | None = None
-    """Judges many states together, where that is cheaper; not set where a rate limiter holds each of them back."""
+    _company: Company[Any] | None = None
+    """Does what `attempt` and `settle` do, for many states together."""
 
     _ledger: Ledger | None = None
 
@@ -168,44 +172,45 @@ class Judger(BaseJudger):
     async def judge(self, rollout_state: RolloutState) -> RolloutState:
         """Score one state and return it, with ``reward`` set or, if that failed, as the policy says.
 
-        How it ended is in ``extra_fields["judgement"]``. Cancelling frees the worker and leaves the state as it was.
+        How it ended is in ``extra_fields["judgement"]``. Cancelling frees the worker, and leaves a state as it was that
+        has not been judged by then.
 
         Raises:
             JudgerMisuseError: the state lacks what every judgement needs.
             TypeError: `judge_payload` returned a list.
             JudgerError: the first judgements all failed.
         """
-        run, gate = None, self.gate
-        if self.company is not None and (gate is None or gate.enter_now()):
-            try:
-                found = await self.company.join(rollout_state)
-            finally:
-                if gate is not None:
-                    gate.leave()
-            if not isinstance(found, Alone):
-                return found
-            run = found.run
-        judgement = await self.attempt(rollout_state, run=run)
-        _refuse_list(judgement.output)
-        return self.settle(rollout_state, judgement)[0]
+        company, gate = self._company, self.gate
+        if company is None or self.rate_limiter is not None or not (gate is None or gate.enter_now()):
+            judgement = await self.attempt(rollout_state)
+            if isinstance(judgement.output, list):
+                raise _is_list()
+            return self.settle(rollout_state, judgement)[0]
+        try:
+            return await company.join(self, rollout_state)
+        finally:
+            if gate is not None:
+                gate.leave()
 
-    def conclude(self, rollout_state: RolloutState, item: Item, queue_s: float) -> RolloutState:
-        """Settle a state whose payload ran elsewhere, and return it.
+    def settle_item(self, rollout_state: RolloutState, asked: float, item: Item) -> RolloutState:
+        """Settle a state by what came of its payload, and return it.
 
         Args:
-            rollout_state: What the payload was made of.
+            rollout_state: The state.
+            asked: When the judgement was asked for, on the clock of `time.perf_counter`.
             item: What came of it.
-            queue_s: Seconds it waited.
 
         Raises:
             Exception: as `judge`.
         """
         value, is_output, run_s = item
-        if is_output:
-            _refuse_list(value)
-            judgement = Judgement(self.get_judger_name(), queue_s, run_s, value)
-        else:
+        queue_s = perf_counter() - asked - run_s
+        if not is_output:
             judgement = self._failed(value, queue_s, run_s)
+        elif isinstance(value, list):
+            raise _is_list()
+        else:
+            judgement = Judgement(self.get_judger_name(), queue_s, run_s, value)
         return self.settle(rollout_state, judgement)[0]
 
     async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:
@@ -240,6 +245,11 @@ class Judger(BaseJudger):
         judged.reward = check_reward(judged.reward, judger=self.get_judger_name(), sample=rollout_state.rollout_id)
         return judged
 
+    def _judges_as(self, kind: type[Judger]) -> bool:
+        """Return whether a judgement runs as that class has it, and not by a method of a subclass."""
+        mine = type(self)
+        return mine.judge_payload is kind.judge_payload and mine.attempt is kind.attempt
+
     def statistics(self, *, reset: bool = False) -> Statistics:
         """Return counts of outcomes and times, by name of judger."""
         return {self.get_judger_name(): self.ledger.statistics(reset=reset)}
@@ -256,44 +266,46 @@ class Judger(BaseJudger):
             self._ledger = Ledger(self.get_judger_name())
         return self._ledger
 
-    async def attempt(
-        self,
-        rollout_states: RolloutState | list[RolloutState],
-        *,
-        run: Callable[[Any], Coroutine[Any, Any, JudgerOutputBatch]] | None = None,
-    ) -> Judgement:
+    async def attempt(self, rollout_states: RolloutState | list[RolloutState]) -> Judgement:
         """Run `judge_payload` once and say how that ended. The payload is made once the judger has room for it.
 
         Args:
             rollout_states: One, or a list that is one batch.
-            run: What to run in its place; it keeps to the time limit.
 
         Raises:
             JudgerMisuseError: no sample could be judged that way.
             JudgerError: no judgement can be made any more.
         """
-        name = self.get_judger_name()
-        watch = Stopwatch()
-        gate = self.gate
+        asked, gate = perf_counter(), self.gate
         if gate is not None and not gate.enter_now():
             await gate.enter()
-            watch.start()
         try:
             if isinstance(rollout_states, list):
                 payload = [self.preprocess(state) for state in rollout_states]
             else:
                 payload = self.preprocess(rollout_states)
-            output = await (run or self._start)(payload)
-        except Exception as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
-            return self._failed(error, *watch.read())
-        except BaseException as error:
-            if not _is_of_reward_code(error):
-                raise
-            return Judgement(name, *watch.read(), error=ended_by(error), outcome=Outcome.RAISED)
+            value, is_output, run_s = await self._run_payload(payload)
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
+            return self._failed(error, perf_counter() - asked, 0.0)
         finally:
             if gate is not None:
                 gate.leave()
-        return Judgement(name, *watch.read(), output)
+        queue_s = perf_counter() - asked - run_s
+        if not is_output:
+            return self._failed(value, queue_s, run_s)
+        return Judgement(self.get_judger_name(), queue_s, run_s, value)
+
+    async def _run_payload(self, payload: JudgerPayloadBatch) -> Item:
+        watch = Stopwatch()
+        try:
+            output = await self._start(payload)
+        except Exception as error:  # noqa: BLE001 - as above
+            return error, False, watch.read_run_s()
+        except BaseException as error:
+            if not _is_of_reward_code(error):
+                raise
+            return ended_by(error), False, watch.read_run_s()
+        return output, True, watch.read_run_s()
 
     def settle(self, rollout_state: RolloutState, judgement: Judgement) -> tuple[RolloutState, Judgement]:
         """Write a judgement into the state it is about, count it, and apply the policy if it did not end well.
@@ -338,10 +350,14 @@ class Judger(BaseJudger):
         rollout_state.extra_fields = {**rollout_state.extra_fields, "judgement": judgement.record(sample)}
         (self._ledger or self.ledger).enter(judgement, sample, self.policy)
 
-    def _failed(self, error: Exception, queue_s: float, run_s: float) -> Judgement:
-        """Return the judgement that an error of reward code comes to; raise one that no sample could do better with."""
+    def _failed(self, error: BaseException, queue_s: float, run_s: float) -> Judgement:
+        """Return the judgement that an error of reward code comes to; raise one that is about more than this sample."""
         if isinstance(error, JudgerMisuseError | JudgerError):
             raise error
+        if not isinstance(error, Exception):
+            if not _is_of_reward_code(error):
+                raise error
+            error = ended_by(error)
         if isinstance(error, ActorUnavailableError):
             raise no_worker_left(self.get_judger_name(), error) from error
         name_dynamic_code(error, self.code_file)
@@ -374,9 +390,8 @@ async def within(limit_s: float, judge: Callable[[Any], Any], payload: Any) -> A
     raise JudgementTimeoutError(f"no reward within {limit_s:g} s (request_timeout)")
 
 
-def _refuse_list(output: object) -> None:
-    if isinstance(output, list):
-        raise TypeError("Judger returned a list output for a single rollout state.")
+def _is_list() -> TypeError:
+    return TypeError("Judger returned a list output for a single rollout state.")
 
 
 def _is_of_reward_code(error: BaseException) -> bool:

@@ -72,7 +72,6 @@ def _limited(judger: Judger, config: JudgerConfig) -> Judger:
     judger.gate = Gate(config.max_pending)
     if config.rate_limit is not None:
         judger.rate_limiter = RateLimiter(config.rate_limit)
-        judger.company = None
     return judger
 
 

@@ -1,30 +1,64 @@
-"""Judging in company: what many judgements share costs each of them little."""
+"""Judging in company: where many wait, what each of them costs counts, so it is judged in few and short steps.
+
+::
+
+    Judger.judge(state) --> Company.join --> payload --> in line, run with others --> item --> read --> judged state
+      waits for    the future of its payload
+      is woken by  whoever brings the items of many back: it has read them, that is settled the states, one after the
+                   other; who has to go alone gets something else, and goes on by itself
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from xrl_lite.data.rollout_state import RolloutState
+    from xrl_lite.judger.base import Judger
+    from xrl_lite.judger.stopwatch import Item
+
+J = TypeVar("J", bound="Judger", contravariant=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """Stands for a state that finds no company, or lost it."""
+@dataclass(eq=False, slots=True)
+class Case:
+    """A state that is to be judged."""
 
-    run: Callable[[Any], Coroutine[Any, Any, Any]]
-    """Runs its payload, as `Judger.judge_payload` does."""
+    judger: Judger
+    state: RolloutState
+    asked: float
+    """When, on the clock of `time.perf_counter`."""
+
+    def make(self) -> Any:
+        """Return its payload."""
+        return self.judger.preprocess(self.state)
+
+    def read(self, item: Item) -> RolloutState:
+        """Settle it by what came of its payload, and return it."""
+        return self.judger.settle_item(self.state, self.asked, item)
 
 
-class Company(Protocol):
-    """Who judges states together."""
+class Company(Protocol[J]):
+    """Who runs the payloads of a judger, of many at a time."""
 
-    async def join(self, state: RolloutState) -> RolloutState | Alone:
-        """Have a state judged and settled along with others; `Alone` if that cannot be. Cancelling leaves it as it was.
+    async def join(self, judger: J, state: RolloutState) -> RolloutState:
+        """Judge and settle a state, and return it. Cancelling ends what runs for it.
 
         Raises:
             Exception: as `Judger.judge`.
         """
         ...
+
+
+def hand_over(future: asyncio.Future[Any], item: Item, case: Case | None) -> None:
+    """Give a future the item of a payload; or the settled state of a case, or what settling it raises."""
+    if future.done() or future.get_loop().is_closed():  # nobody waits for it any more
+        return
+    try:
+        future.set_result(item if case is None else case.read(item))
+    except StopIteration as error:  # no future takes it
+        future.set_exception(RuntimeError(f"judging raised {error!r}"))
+    except BaseException as error:  # noqa: BLE001 - it is raised where the judgement was asked for
+        future.set_exception(error)

@@ -89,10 +89,7 @@ class ComposedJudger(Judger):
             JudgerMisuseError: the state lacks what a branch needs.
             JudgerError: the first judgements all failed.
         """
-        routes = self._routes(rollout_state.data_source)
-        if len(routes) == 1 and routes[0].branch.company is not None:
-            return await Judger.judge(routes[0].branch, rollout_state)
-        judged, _ = await self._judge_routes(rollout_state, routes)
+        judged, _ = await self._judge_routes(rollout_state, self._routes(rollout_state.data_source))
         return judged
 
     async def batch_judge(self, rollout_states: list[RolloutState]) -> list[RolloutState]:

@@ -7,6 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any, cast
 
 import anyio
@@ -22,7 +23,7 @@ from xrl_lite.judger.base import (
     label_of,
     within,
 )
-from xrl_lite.judger.dispatch import Dispatcher
+from xrl_lite.judger.company import Case
 from xrl_lite.judger.handler import (
     DEFAULT_CONCURRENCY,
     RewardHandler,
@@ -117,9 +118,9 @@ class NativeJudger(Judger):
         self._needs = frozenset[str]() if self._reward is None else self._reward.needs
         self._has_own_payload = type(self).judge_payload is not NativeJudger.judge_payload
         self._sync_in: SyncIn = sync_in
-        self._dispatcher = Dispatcher(self, [_InThread(self)])
-        if self.runs_here and sync_in == "thread" and not self.wraps_async:
-            self.company = self._dispatcher
+        self._thread = SerialThread(f"judger {judger_name}")
+        if not self.is_async and sync_in == "thread" and self._judges_as(NativeJudger):
+            self._company = _InThread(self._thread)
         self._limiter: LoopLocal[anyio.Semaphore] = LoopLocal(partial(anyio.Semaphore, max_concurrency))
         self._gold_response = gold_response
 
@@ -127,6 +128,10 @@ class NativeJudger(Judger):
     def request_timeout(self) -> float:
         """Longest run of one judgement, in seconds."""
         return self.policy.request_timeout
+
+    async def complete(self, output: Any) -> JudgerOutput:
+        """Wait for the reward where sync code returned something to await for it."""
+        return _accept(await within(self.request_timeout, _wait, output))
 
     @property
     def code_file(self) -> str | None:
@@ -137,7 +142,7 @@ class NativeJudger(Judger):
         """Run sync code in the event loop from now on. For worker processes, where a call that hangs can be ended."""
         if not self.wraps_async:  # it may run a loop of its own, which no loop allows
             self._sync_in = "loop"
-            self.company = None
+            self._company = None
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Return response and label, and what else the signature needs; all of it if `judge_payload` is overridden."""
@@ -160,10 +165,11 @@ class NativeJudger(Judger):
             async with self._limiter.get():
                 running_stopwatch().start()
                 return _accept(await within(self.request_timeout, self._call_async, single))
-        result = self.score(payload) if self._sync_in == "loop" else await self._dispatcher.run(_check(payload))
-        if type(result) is not dict and inspect.isawaitable(result):  # a sync callable that returns a coroutine
-            result = _accept(await within(self.request_timeout, _wait, result))
-        return cast("JudgerOutput", result)
+        if self._sync_in == "loop":
+            result = self.score(payload)
+        else:
+            result = await self._thread.run(self.score, payload, limit_s=self.request_timeout)
+        return cast("JudgerOutput", result if type(result) is dict else await self.complete(result))
 
     @property
     def runs_here(self) -> bool:
@@ -204,15 +210,12 @@ class NativeJudger(Judger):
             await self._http.aclose()
 
     def score(self, payload: JudgerPayloadBatch) -> Any:
-        """Run sync reward code; return the reward, or something to await for it, and that has no company."""
+        """Run sync reward code; return the reward, or something to await for it."""
         single = _check(payload)
         result = None if self._reward is None else self._reward(single, self.extra_info)
         if type(result) is dict:  # nearly always, and the next look costs more than the rest
             return cast("JudgerOutput", result)
-        if inspect.isawaitable(result):
-            self.company = None
-            return result
-        return _accept(result)
+        return result if inspect.isawaitable(result) else _accept(result)
 
     async def _call_async(self, payload: JudgerPayload) -> Any:
         assert self._reward is not None
@@ -220,36 +223,42 @@ class NativeJudger(Judger):
 
 
 class _InThread:
-    """A thread of this process, as a worker: one call at a time."""
+    """Runs sync reward code in a thread; see `Company`. Does not hold the judger, which may be gone before."""
 
-    max_concurrency: int | None = 1
-    runs_many = False
+    def __init__(self, thread: SerialThread) -> None:
+        self._thread = thread
 
-    def __init__(self, judger: NativeJudger) -> None:
-        self._judger = judger
-        self._thread = SerialThread(f"judger {judger.get_judger_name()}")
-
-    @property
-    def can_take_many(self) -> bool:
-        return self._judger.company is not None
-
-    async def send(self, payload: JudgerPayload, *, num_deaths: int = 0) -> Any:
-        return await self._thread.run(self._judger.score, payload, limit_s=self._judger.request_timeout)
-
-    async def send_many(self, payloads: Sequence[JudgerPayload], *, limit_s: float) -> list[Item]:
-        """Score them, each within the limit of a judgement: one that is left behind must not be run again alone."""
-        limit_s = self._judger.request_timeout
-        items = await self._thread.run_each(self._judger.score, payloads, limit_s=limit_s)
-        return items if self.can_take_many else [await self._awaited(item) for item in items]
-
-    async def _awaited(self, item: Item) -> Item:
-        value, is_output, run_s = item
-        if not (is_output and inspect.isawaitable(value)):
-            return item
+    async def join(self, judger: NativeJudger, state: RolloutState) -> RolloutState:
+        case = _ThreadCase(judger, state, perf_counter())
         try:
-            return _accept(await within(self._judger.request_timeout, _wait, value)), True, run_s
-        except Exception as error:  # noqa: BLE001 - user code may raise anything
-            return error, False, run_s
+            payload = case.make()
+        except BaseException as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
+            return case.read((error, False, 0.0))
+        job = self._thread.put(judger.score, payload, limit_s=judger.request_timeout, case=case)
+        try:
+            found = await job.future
+        except BaseException:
+            self._thread.drop(job)
+            raise
+        if type(found) is not tuple:
+            return found
+        output, _, run_s = cast("Item", found)
+        try:
+            item = await judger.complete(output), True, run_s
+        except BaseException as error:  # noqa: BLE001 - as above
+            item = error, False, run_s
+        return case.read(item)
+
+
+class _ThreadCase(Case):
+    __slots__ = ()
+
+    def read(self, item: Item) -> Any:
+        """Settle it; or return the item as it is, where there is something to await in it."""
+        value, is_output, _ = item
+        if is_output and type(value) is not dict:
+            return item
+        return self.judger.settle_item(self.state, self.asked, item)
 
 
 def run_to_end(coroutine: Coroutine[Any, Any, Any]) -> Any:

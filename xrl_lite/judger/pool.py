@@ -45,10 +45,10 @@ class JudgerPool(Judger):
         self.replicas = replicas
         self.policy = policy or replicas[0].policy
         self._dispatcher = Dispatcher(
-            self, [replica if isinstance(replica, RemoteJudger) else _Local(replica) for replica in replicas]
+            judger_name, [replica if isinstance(replica, RemoteJudger) else _Local(replica) for replica in replicas]
         )
-        if type(self).judge_payload is JudgerPool.judge_payload:
-            self.company = self._dispatcher
+        if self._judges_as(JudgerPool):
+            self._company = self._dispatcher
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Make the payload, as the first replica does."""

@@ -78,9 +78,9 @@ class RemoteJudger(Judger):
         self.max_concurrency = max_concurrency
         self.can_take_many = can_take_many
         self.runs_many = max_concurrency != 1
-        self._dispatcher = Dispatcher(self, [self])
-        if type(self).judge_payload is RemoteJudger.judge_payload:
-            self.company = self._dispatcher
+        self._dispatcher = Dispatcher(judger_name, [self])
+        if self._judges_as(RemoteJudger):
+            self._company = self._dispatcher
 
     def preprocess(self, rollout_state: RolloutState) -> JudgerPayload:
         """Make the payload here, so that only it travels."""

@@ -2,10 +2,10 @@
 
 ::
 
-    run_each() --job--> queue --> daemon thread --results--> mail --> the loop of the caller
-      waits for    its results, at most `limit_s` for each call from when it begins
-      is woken by  the thread, for all jobs that ended since it last looked; or by its timer, and then another thread
-                   takes the rest of the job and of the queue
+    run() --job--> queue --> daemon thread --results--> mail --> the loop of the caller
+      waits for    its result, at most `limit_s` from when the job begins
+      is woken by  the thread, for all results since it last looked; or by its timer, and then another thread takes the
+                   rest of the queue
 
 This is the weak way to limit code: Python cannot end a thread, so what is left behind goes on using CPU and memory
 until it ends by itself. Worker processes are the strong way.
@@ -17,46 +17,50 @@ import asyncio
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
 
+from xrl_lite.judger.company import Case, hand_over
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import JudgementTimeoutError, ended_by
 from xrl_lite.judger.stopwatch import Item, running_stopwatch, unwrap
 
 
 @dataclass(eq=False, slots=True)
-class _Job:
+class Job:
+    """A call in line or at work."""
+
     call: Callable[[Any], Any]
-    arguments: Sequence[Any]
+    argument: Any
     limit_s: float
-    done: asyncio.Future[list[Item]]
+    future: asyncio.Future[Any]
     mail: _Mail
-    items: list[Item] = field(default_factory=list[Item])
-    at_work: tuple[int, float] | None = None
-    """Which argument it is at, and since when; set by the thread, in one piece."""
+    case: Case | None = None
+    began: float | None = None
     is_dropped: bool = False
 
 
 class _Mail:
     """Results on their way to one loop. The thread wakes the loop once for all that it has not fetched yet.
 
-    One timer watches over the call that runs: it looks when that call's limit is over, and if another has begun since,
-    at the end of that one's.
+    One timer watches over the job that runs: it looks when that job's limit is over, and if another has begun since, at
+    the end of that one's.
     """
 
     num_expected = 0
     """Jobs in line or under way."""
-    running: _Job | None = None
+    running: Job | None = None
     """Set by the thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: weakref.ref[SerialThread]) -> None:
+        self._thread = thread
         self._loop = weakref.ref(asyncio.get_running_loop())
-        self._ended: deque[_Job] = deque()
+        self._ended: deque[tuple[Job, Item]] = deque()
         self._is_announced = False
         self._is_watching = False
 
@@ -64,9 +68,9 @@ class _Mail:
         if not self._is_watching:
             self._watch_again(limit_s, limit_s)
 
-    def post(self, job: _Job) -> None:
+    def post(self, job: Job, item: Item) -> None:
         """Called by the thread."""
-        self._ended.append(job)
+        self._ended.append((job, item))
         if self._is_announced:
             return
         self._is_announced = True
@@ -78,20 +82,20 @@ class _Mail:
     def _deliver(self) -> None:
         self._is_announced = False  # before the jobs are fetched: what comes from now on is announced again
         while self._ended:
-            job = self._ended.popleft()
-            if not job.done.done():
-                job.done.set_result(job.items)
+            job, item = self._ended.popleft()
+            if not job.is_dropped:
+                self.num_expected -= 1
+                hand_over(job.future, item, job.case)
 
     def _look(self, limit_s: float) -> None:
         self._is_watching = False
-        job = self.running
+        job, thread = self.running, self._thread()
         left_s = limit_s
-        at_work = None if job is None else job.at_work
-        if job is not None and at_work is not None:
-            left_s = at_work[1] + job.limit_s - perf_counter()
+        if thread is not None and job is not None and job.began is not None:
+            run_s = perf_counter() - job.began
+            left_s = job.limit_s - run_s
             if left_s <= 0:
-                if not job.done.done():
-                    job.done.set_exception(_TooLongError(at_work))
+                thread.end(job, run_s)
                 left_s = limit_s
         if self.num_expected:
             self._watch_again(left_s, limit_s)
@@ -116,9 +120,9 @@ class SerialThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._worker: _Worker | None = None
-        self._mail: LoopLocal[_Mail] = LoopLocal(_Mail)
+        self._mail: LoopLocal[_Mail] = LoopLocal(partial(_Mail, weakref.ref(self)))
         weakref.finalize(self, self._jobs.put, None)  # lets the idle thread end
 
     async def run(self, call: Callable[[Any], Any], argument: Any, *, limit_s: float) -> Any:
@@ -129,43 +133,41 @@ class SerialThread:
             Exception: what `call` raised.
         """
         watch = running_stopwatch()
-        (item,) = await self.run_each(call, [argument], limit_s=limit_s)
+        job = self.put(call, argument, limit_s=limit_s)
+        try:
+            item = await job.future
+        except BaseException:
+            self.drop(job)
+            if job.began is not None:
+                watch.took(perf_counter() - job.began)
+            raise
         return unwrap(item, watch)
 
-    async def run_each(self, call: Callable[[Any], Any], arguments: Sequence[Any], *, limit_s: float) -> list[Item]:
-        """Return what came of `call` with each of the arguments, in order. The limit holds for each of the calls.
-
-        One that runs longer ends as `JudgementTimeoutError`; its thread is left behind, and another goes on with the
-        next. Cancelling leaves the thread behind that is at work for it.
-        """
-        mail = self._mail.get()
+    def put(self, call: Callable[[Any], Any], argument: Any, *, limit_s: float, case: Case | None = None) -> Job:
+        """Get a call in line; its future gets what comes of it, see `hand_over`. Who waits no longer must `drop` it."""
+        loop = asyncio.get_running_loop()
+        mail = self._mail.get(loop)
+        job = Job(call, argument, limit_s, loop.create_future(), mail, case)
         mail.num_expected += 1
-        items: list[Item] = []
-        try:
-            while len(items) < len(arguments):
-                mail.watch(limit_s)
-                items += await self._run_job(call, arguments[len(items) :] if items else arguments, limit_s, mail)
-        finally:
-            mail.num_expected -= 1
-        return items
-
-    async def _run_job(
-        self, call: Callable[[Any], Any], arguments: Sequence[Any], limit_s: float, mail: _Mail
-    ) -> list[Item]:
-        """Return the items up to the last argument, or to the first that ran too long."""
-        job = _Job(call, arguments, limit_s, asyncio.get_running_loop().create_future(), mail)
+        mail.watch(limit_s)
         if self._worker is None:
             self._start_worker()
         self._jobs.put(job)
-        try:
-            return await job.done
-        except _TooLongError as error:
-            self._drop(job)
-            index, began = error.at_work
-            return [*job.items[:index], (_too_long(limit_s), False, perf_counter() - began)]
-        except BaseException:
-            self._drop(job)
-            raise
+        return job
+
+    def drop(self, job: Job) -> None:
+        """Have a call in line passed over; leave the thread behind that is at work on it."""
+        if not job.is_dropped:
+            job.is_dropped = True
+            job.mail.num_expected -= 1
+            self._leave_behind(job)
+
+    def end(self, job: Job, run_s: float) -> None:
+        """End a call that has run too long, if it still runs."""
+        if self._leave_behind(job):
+            job.is_dropped = True
+            job.mail.num_expected -= 1
+            hand_over(job.future, (_too_long(job.limit_s), False, run_s), job.case)
 
     def __reduce__(self) -> tuple[type[SerialThread], tuple[str]]:
         return SerialThread, (self._name,)
@@ -174,23 +176,17 @@ class SerialThread:
         self._worker = _Worker()
         threading.Thread(target=_work, args=(self._worker, self._jobs), name=self._name, daemon=True).start()
 
-    def _drop(self, job: _Job) -> None:
-        """Have a job in line passed over; leave the thread behind that is at work on it."""
-        job.is_dropped = True
+    def _leave_behind(self, job: Job) -> bool:
+        """Leave the thread behind that is at work on a call; return whether one is."""
         worker = self._worker
         assert worker is not None, "there is one from the first call on"
         with worker.lock:
             if job.mail.running is not job:  # it waits in line still, or has just ended
-                return
+                return False
             job.mail.running = None
             worker.is_left_behind = True
         self._start_worker()
-
-
-class _TooLongError(Exception):
-    def __init__(self, at_work: tuple[int, float]) -> None:
-        super().__init__()
-        self.at_work = at_work
+        return True
 
 
 def _too_long(limit_s: float) -> JudgementTimeoutError:
@@ -200,33 +196,26 @@ def _too_long(limit_s: float) -> JudgementTimeoutError:
     )
 
 
-def _work(worker: _Worker, jobs: SimpleQueue[_Job | None]) -> None:
+def _work(worker: _Worker, jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         mail = job.mail
         mail.running = job  # first: who drops it from now on leaves this thread behind
-        if not job.is_dropped:
-            _run(job, worker)
+        item = None if job.is_dropped else _run(job)
         with worker.lock:
             if worker.is_left_behind:
                 return
             mail.running = None
-        mail.post(job)
-        del job
+        if item is not None:
+            mail.post(job, item)
+        del job, item
 
 
-def _run(job: _Job, worker: _Worker) -> None:
-    for index, argument in enumerate(job.arguments):
-        if worker.is_left_behind:
-            return
-        began = perf_counter()
-        job.at_work = (index, began)
-        job.items.append(_call(job.call, argument, began))
-
-
-def _call(call: Callable[[Any], Any], argument: Any, began: float) -> Item:
+def _run(job: Job) -> Item:
+    job.began = began = perf_counter()
     try:
-        return call(argument), True, perf_counter() - began
+        output = job.call(job.argument)
     except Exception as error:  # noqa: BLE001 - user code may raise anything; the caller gets it
         return error, False, perf_counter() - began
     except BaseException as error:  # noqa: BLE001 - sys.exit() in user code must not end the run
         return ended_by(error), False, perf_counter() - began
+    return output, True, perf_counter() - began

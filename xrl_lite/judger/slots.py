@@ -6,9 +6,8 @@
       waits for    a place, in the order of asking; or for somebody who has one to carry its payload along
       is woken by  release() of any worker, carry() of a leader, or the loss of the last worker
 
-A leader may `board` others from the line, send their payloads with its own, and `carry` the results to those who wait.
-Who lines up with a state has no payload before that. What a leader cannot carry after all, it puts back at the front,
-to travel alone.
+A leader may `board` payloads from the line, send them with its own, and `carry` the results to those who wait. What a
+leader cannot carry after all, it puts back at the front, to travel alone.
 
 Whoever asks for a *whole* worker gets one that nobody else has a place at, and nobody gets one until it is released.
 """
@@ -20,6 +19,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from xrl_lite.judger.company import Case, hand_over
 
 _SHORT_LINE = 8
 
@@ -43,14 +44,11 @@ class Ticket:
     """A payload in line, or on board."""
 
     payload: Any
-    """What others may carry along; None where it is not made yet, or is not for others."""
     future: asyncio.Future[Any]
-    """Gets a `Lead`, a place at the worker to use next, or what came of the payload that somebody else sent; or the
-    error given to `Slots.retire`, when no worker is left."""
-    state: Any = None
-    """What to make the payload of, once somebody carries it along."""
-    asked: float = 0.0
-    """When it got in line."""
+    """Gets a `Lead`, a place at the worker to use next, or what is read of the payload's item that somebody else
+    brought; or the error given to `Slots.retire`, when no worker is left."""
+    case: Case | None = None
+    """What the payload is of; then it need not be made before somebody carries it."""
     num_deaths: int = 0
     travels_alone: bool = False
     is_whole: bool = False
@@ -89,31 +87,18 @@ class Slots:
         """How many wait."""
         return len(self._line)
 
-    def ask(self, payload: Any = None, *, whole: bool = False) -> Ticket:
+    def ask(self, payload: Any = None, *, case: Case | None = None, whole: bool = False) -> Ticket:
         """Get in line for a place. Who waits for the ticket's future no longer must `withdraw` it.
 
         Args:
             payload: What others may carry along; None for what they may not.
+            case: What others may make a payload of, and carry along.
             whole: Whether a place will not do, and it has to be all of a worker.
         """
-        ticket = Ticket(payload, asyncio.get_running_loop().create_future(), is_whole=whole)
+        ticket = Ticket(payload, asyncio.get_running_loop().create_future(), case, is_whole=whole)
         self._line.append(ticket)
         if self._line[0] is ticket:  # else there is no free place, or the first in line wants a whole worker
             self._serve_line()
-        return ticket
-
-    def line_up(self, state: Any, asked: float) -> Ticket | None:
-        """Get in line as `ask` does, unless there is a place at once; others may make a payload of the state."""
-        if not self._line and self._has_place():
-            return None
-        ticket = Ticket(None, asyncio.get_running_loop().create_future(), state, asked)
-        self._line.append(ticket)
-        return ticket
-
-    def ask_again(self, *, num_deaths: int) -> Ticket:
-        """Get to the front of the line, for what was on board of a journey that failed; it travels alone."""
-        ticket = Ticket(None, asyncio.get_running_loop().create_future())
-        self.put_back([ticket], num_deaths=num_deaths)
         return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
@@ -138,24 +123,24 @@ class Slots:
         boarded: list[Ticket] = []
         while line and len(boarded) < count:
             ticket = line[0]
-            if ticket.is_void:
+            if ticket.future.done():
                 line.popleft()
-            elif ticket.travels_alone or ticket.is_whole or (ticket.payload is None and ticket.state is None):
+            elif ticket.travels_alone or ticket.is_whole or (ticket.payload is None and ticket.case is None):
                 break
             else:
                 boarded.append(line.popleft())
         return boarded
 
-    def carry(self, ticket: Ticket, result: Any) -> None:
-        """Hand the result of a boarded ticket to whoever waits for it."""
-        if not ticket.is_void:
-            ticket.future.set_result(result)
+    def carry(self, tickets: Sequence[Ticket], items: Sequence[Any]) -> None:
+        """Hand the items of boarded tickets to whoever waits for them."""
+        for ticket, item in zip(tickets, items, strict=True):
+            hand_over(ticket.future, item, ticket.case)
 
-    def put_back(self, tickets: Sequence[Ticket], *, num_deaths: int) -> None:
-        """Put boarded tickets back at the front of the line, to travel alone; so many workers died on the way."""
+    def put_back(self, tickets: Sequence[Ticket], *, died: bool) -> None:
+        """Put boarded tickets back at the front of the line, to travel alone."""
         for ticket in reversed(tickets):
             ticket.travels_alone = True
-            ticket.num_deaths += num_deaths
+            ticket.num_deaths += died
             self._line.appendleft(ticket)
         self._serve_line()
 
@@ -195,10 +180,6 @@ class Slots:
                 self._next = (index + 1) % len(self._capacities)
                 return index
         return None
-
-    def _has_place(self) -> bool:
-        indexes = range(len(self._capacities))
-        return any(index not in self._retired and self._has_room(index, extra=0, whole=False) for index in indexes)
 
     def _has_room(self, index: int, *, extra: int, whole: bool) -> bool:
         if whole:

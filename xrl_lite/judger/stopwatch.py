@@ -1,4 +1,4 @@
-"""Time in line and time at work, told apart across the layers of a judger.
+"""Time at work, told apart from the time in line across the layers of a judger.
 
 Whoever measures starts a stopwatch; whoever holds a judgement back (a pool without a free worker, a full limiter) tells
 it when the waiting ends. It is found through the context of the task, so no layer hands it on.
@@ -18,11 +18,11 @@ it took there. A plain tuple, as many of them travel."""
 class Stopwatch:
     """Measures the judgement that is asked for now, in this task, until the next one is measured there."""
 
-    __slots__ = ("_asked", "_started")
+    __slots__ = ("_started",)
 
     def __init__(self) -> None:
         _current.set(self)
-        self._asked = self._started = perf_counter()
+        self._started = perf_counter()
 
     def start(self) -> None:
         """Note that the judgement starts to run now; the last note counts."""
@@ -30,11 +30,11 @@ class Stopwatch:
 
     def took(self, run_s: float) -> None:
         """Note that the judgement has just ended and ran so long, as measured where it ran."""
-        self._started = max(perf_counter() - run_s, self._asked)
+        self._started = perf_counter() - run_s
 
-    def read(self) -> tuple[float, float]:
-        """Return the seconds waited and the seconds run so far."""
-        return self._started - self._asked, perf_counter() - self._started
+    def read_run_s(self) -> float:
+        """Return the seconds run so far."""
+        return perf_counter() - self._started
 
 
 _current: ContextVar[Stopwatch | None] = ContextVar("xrl_lite_judger_stopwatch", default=None)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.unit.judger.states import make_state
 from xrl_lite.data import RolloutState, Status
-from xrl_lite.errors import ActorDiedError, ActorTimeoutError
+from xrl_lite.errors import ActorDiedError, ActorTimeoutError, ActorUnavailableError, JudgerError
 from xrl_lite.judger import ComposedJudger, Judger, JudgerPool, NativeJudger, RemoteJudger, weighted_merge
 from xrl_lite.judger.gate import Gate
 from xrl_lite.judger.outcome import JudgementPolicy
@@ -214,6 +217,94 @@ async def test_what_one_raises_on_the_way_out_or_back_costs_nobody_else_anything
 
 class OutOfTime(BaseException):
     """As libraries raise that want to pass every `except Exception`."""
+
+
+@pytest.mark.parametrize("culprit", ["a", "c"])
+async def test_a_payload_that_cannot_be_made_fails_its_own_state_whatever_is_raised(culprit: str) -> None:
+    bus, odd = Bus(), Odd()
+    pool = make_pool(bus, odd=odd)
+    await make_quick(pool, bus)
+    odd.made[culprit] = OutOfTime("no payload")
+    async with crowd(pool, bus, "abcdef") as judging:
+        pass
+    assert outcomes(judging) == ["raised" if response == culprit else "ok" for response in "abcdef"]
+    assert set(pool.get_worker_status().values()) == {0}
+
+
+async def test_payloads_are_made_once_and_time_in_line_is_kept_also_when_a_journey_fails() -> None:
+    made: list[str] = []
+
+    class Notes(Odd):
+        def preprocess(self, rollout_state: RolloutState) -> dict[str, Any]:
+            made.append(str(rollout_state.response))
+            return super().preprocess(rollout_state)
+
+    bus = Bus()
+    pool = make_pool(bus, odd=Notes())
+    await make_quick(pool, bus)
+    made.clear()
+    bus.error = ActorDiedError("SIGSEGV")
+    async with crowd(pool, bus, "abcdef") as judging:
+        began = perf_counter()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        waited_s = perf_counter() - began
+    assert sorted(made) == ["a", "b", "c", "d", "e", "f", "first"]
+    assert all(task.result().extra_fields["judgement"]["queue_s"] >= waited_s for task in judging)
+
+
+async def test_without_workers_left_every_judgement_says_so() -> None:
+    bus = Bus()
+    pool = make_pool(bus)
+    await make_quick(pool, bus)
+    bus.answer = lambda _: ActorUnavailableError("restarts are used up")
+    async with asyncio.timeout(60):
+        for _ in range(3):
+            with pytest.raises(JudgerError, match="no worker process left"):
+                await pool.judge(make_state())
+
+
+async def test_a_copy_judges_under_its_own_name() -> None:
+    judger = NativeJudger("original", lambda response, label, extra_info: {"score": 1.0})
+    await judge_all(judger, ["warm"] * NUM_AT_ONCE)
+    twin = copy.copy(judger)
+    twin._judger_name, twin._ledger = "twin", None  # pyright: ignore[reportPrivateUsage]
+    judged = await judge_all(twin, ["x"] * NUM_AT_ONCE)
+    assert {state.extra_fields["judgement"]["judger"] for state in judged} == {"twin"}
+    assert twin.statistics()["twin"]["ok"] == judger.statistics()["original"]["ok"] == NUM_AT_ONCE
+
+
+def test_a_judger_in_a_thread_serves_two_loops_at_once_and_the_next_after_one_was_closed() -> None:
+    judger = NativeJudger("t", lambda response, label, extra_info: {"score": 1.0}, request_timeout=60)
+
+    async def judge_many() -> int:
+        async with asyncio.timeout(60):
+            return sum(state.reward == {"score": 1.0} for state in await judge_all(judger, ["x"] * 200))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(asyncio.run, [judge_many(), judge_many()])) == [200, 200]
+    loop = asyncio.new_event_loop()
+    judging = loop.create_task(judge_all(judger, ["x"] * NUM_AT_ONCE))
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    assert not judging.done()
+    assert asyncio.run(judge_many()) == 200
+    judging.cancel()
+    with suppress(asyncio.CancelledError):
+        loop.run_until_complete(judging)
+    loop.close()
+
+
+async def test_reward_code_in_a_thread_may_ask_another_judger_that_is_busy_here() -> None:
+    inner = NativeJudger("inner", lambda response, label, extra_info: {"score": 1.0})
+
+    def asks(response: str, label: Any, extra_info: Any) -> dict[str, Any]:
+        return dict(asyncio.run(inner.judge(make_state())).reward or {})
+
+    outer = NativeJudger("outer", asks)
+    async with asyncio.timeout(60):
+        judged = await asyncio.gather(judge_all(outer, ["x"] * NUM_AT_ONCE), judge_all(inner, ["x"] * NUM_AT_ONCE))
+    assert all(state.reward == {"score": 1.0} for states in judged for state in states)
 
 
 @pytest.mark.parametrize("is_leader", [True, False])

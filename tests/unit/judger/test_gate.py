@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from tests.unit.judger.states import make_state
 from xrl_lite.data import RolloutState
-from xrl_lite.judger import Judger, JudgerConfig, NativeJudger
+from xrl_lite.judger import JudgerConfig, NativeJudger
 from xrl_lite.judger.gate import Gate
 from xrl_lite.settings import explain
 
@@ -53,18 +54,18 @@ async def test_who_comes_when_a_judger_is_full_waits_in_order_and_without_a_payl
     assert judger.made == ["a", "b", "c", "d"]
 
 
-class Plain(Judger):
-    async def judge_payload(self, payload: Any) -> dict[str, Any]:
-        await settled()
-        return {"score": 1.0}
-
-
 async def test_waiting_outside_counts_as_time_in_line() -> None:
-    judger = Plain("plain")
+    judger = Slow()
     judger.gate = Gate(1)
-    first, second = await asyncio.gather(judger.judge(make_state()), judger.judge(make_state()))
-    assert first.extra_fields["judgement"]["queue_s"] == 0.0
-    assert second.extra_fields["judgement"]["queue_s"] > 0.0
+    judging = [asyncio.create_task(judger.judge(make_state())) for _ in range(2)]
+    await settled()
+    began = perf_counter()
+    await settled()
+    waited_s = perf_counter() - began
+    judger.let_go.release()
+    judger.let_go.release()
+    _, second = await asyncio.gather(*judging)
+    assert second.extra_fields["judgement"]["queue_s"] >= waited_s
 
 
 async def test_cancelled_outside_or_in_the_moment_of_entering_leaves_the_place_to_the_next() -> None:

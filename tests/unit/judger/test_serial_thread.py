@@ -17,13 +17,15 @@ class Calls:
 
     def __init__(self) -> None:
         self.made: list[tuple[str, int]] = []
-        self.begun, self.let_go = threading.Event(), threading.Event()
+        self.begun, self.let_go, self.last_begun = threading.Event(), threading.Event(), threading.Event()
 
     def __call__(self, name: str) -> str:
         self.made.append((name, threading.get_ident()))
         if name == "held":
             self.begun.set()
             self.let_go.wait()
+        elif name == "last":
+            self.last_begun.set()
         return name
 
 
@@ -77,6 +79,19 @@ async def test_each_call_has_the_whole_limit_and_only_the_one_at_work_is_ended(c
     with pytest.raises(JudgementTimeoutError, match=r"no reward within 1 s"):
         await held
     assert [await other for other in others] == ["a", "b"]
+
+
+async def test_what_ends_before_anybody_looks_at_its_limit_counts_and_nothing_is_called_twice(calls: Calls) -> None:
+    thread = SerialThread("t")
+    names = [*map(str, range(50)), "held", "last"]
+    running = asyncio.gather(*(thread.run(calls, name, limit_s=0.5) for name in names))
+    await asyncio.sleep(0)
+    calls.begun.wait()  # the loop stands still until this call has run for longer than its limit, and ended
+    threading.Event().wait(0.6)
+    calls.let_go.set()
+    calls.last_begun.wait()
+    assert await running == names
+    assert [name for name, _ in calls.made] == names
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,8 @@ async def test_a_leader_carries_others_along_and_puts_back_whom_it_cannot() -> N
     waiting[0].cancel()
     first = slots.board(2)
     assert [ticket.payload for ticket in first] == ["b", "c"]
-    slots.carry(first[0], "done")
-    slots.put_back(first[1:], num_deaths=1)
+    slots.carry(first[:1], ["done"])
+    slots.put_back(first[1:], died=True)
     slots.release(index)
     assert await waiting[1] == "done"
     assert await waiting[2] == Lead(0, num_deaths=1, travels_alone=True)
@@ -109,7 +109,7 @@ async def test_who_travels_alone_is_not_boarded() -> None:
     await place(slots)
     waiting = [asyncio.create_task(acquire(slots, name)) for name in "ab"]
     await asyncio.sleep(0)
-    slots.put_back(slots.board(1), num_deaths=0)
+    slots.put_back(slots.board(1), died=False)
     assert slots.board(5) == []
     for task in waiting:
         task.cancel()
@@ -138,7 +138,7 @@ async def test_who_is_put_back_after_the_last_worker_was_lost_is_told() -> None:
     await asyncio.sleep(0)
     on_board = slots.board(1)
     slots.retire(0, RuntimeError("gone"))
-    slots.put_back(on_board, num_deaths=0)
+    slots.put_back(on_board, died=False)
     with pytest.raises(RuntimeError, match="gone"):
         await waiting
 
