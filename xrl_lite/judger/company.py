@@ -2,10 +2,10 @@
 
 ::
 
-    Judger.judge(state) --> Company.join --> payload --> in line, run with others --> item --> read --> judged state
-      waits for    the future of its payload
-      is woken by  whoever brings the items of many back: it has read them, that is settled the states, one after the
-                   other; who has to go alone gets something else, and goes on by itself
+    Judger.judge(state) --> Company.join --> in line --> payload, run with those of others --> item --> judged state
+      waits for    its future
+      is woken by  whoever brings the items of many back, and settles their states one after the other; who has to go
+                   alone gets something else, and goes on by itself
 """
 
 from __future__ import annotations

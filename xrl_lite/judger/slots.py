@@ -6,8 +6,9 @@
       waits for    a place, in the order of asking; or for somebody who has one to carry its payload along
       is woken by  release() of any worker, carry() of a leader, or the loss of the last worker
 
-A leader may `board` payloads from the line, send them with its own, and `carry` the results to those who wait. What a
-leader cannot carry after all, it puts back at the front, to travel alone.
+A leader may `board` others from the line, send their payloads with its own, and `carry` the items to those who wait:
+the states of cases are settled then, one after the other. What a leader cannot carry after all, it puts back at the
+front, to travel alone.
 
 Whoever asks for a *whole* worker gets one that nobody else has a place at, and nobody gets one until it is released.
 """
