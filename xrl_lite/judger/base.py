@@ -8,8 +8,8 @@
 Only the payload and the output travel; a state is never copied. `judge` returns the state it was given, and calls
 `judge_payload` once.
 
-While many wait, the two steps in the caller's process are taken for many states in a row, in the task of one of them,
-so they must not go by what belongs to a task.
+Where payloads run in workers or in a thread, the two steps in the caller's process are taken for many states in a row,
+in the task of one of them or in none, so they must not go by what belongs to a task.
 
 What `judge_payload` raises does not leave `judge`: it becomes the outcome of this one judgement, and the policy of the
 judger says what happens to the sample. Misuse is raised: no response, no label, bad routing, a method that is not

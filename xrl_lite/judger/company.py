@@ -57,8 +57,16 @@ def hand_over(future: asyncio.Future[Any], item: Item, case: Case | None) -> Non
     if future.done() or future.get_loop().is_closed():  # nobody waits for it any more
         return
     try:
-        future.set_result(item if case is None else case.read(item))
+        found = item if case is None else case.read(item)
     except StopIteration as error:  # no future takes it
-        future.set_exception(RuntimeError(f"judging raised {error!r}"))
+        _refuse(future, RuntimeError(f"judging raised {error!r}"))
     except BaseException as error:  # noqa: BLE001 - it is raised where the judgement was asked for
+        _refuse(future, error)
+    else:
+        if not future.done():  # the user's code, which has run just now, may have cancelled it
+            future.set_result(found)
+
+
+def _refuse(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
         future.set_exception(error)

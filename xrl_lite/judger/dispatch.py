@@ -115,16 +115,17 @@ class Dispatcher:
         if type(found) is not Lead:
             return found
         try:
-            payload = self._make(case) if ticket.payload is None else ticket.payload
+            if ticket.payload is None:
+                ticket.payload = case.make()
+            self.quarantine.check(ticket.payload)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
             self._slots.release(found.index)
             return case.read((error, False, 0.0))
-        return case.read(await self._follow(payload, found))
-
-    def _make(self, case: Case) -> Any:
-        payload = case.make()
-        self.quarantine.check(payload)
-        return payload
+        try:
+            item = await self._follow(ticket.payload, found)
+        except BaseException as error:  # noqa: BLE001 - as above
+            return case.read((error, False, 0.0))
+        return case.read(item)
 
     async def _follow(self, payload: Any, place: Lead | Item) -> Item:
         """Return the item of a payload, for which others have brought it, or a place was found."""
@@ -186,7 +187,8 @@ class Dispatcher:
     def _pack(self, ticket: Ticket) -> bool:
         assert ticket.case is not None, "others are not boarded without a payload"
         try:
-            ticket.payload = self._make(ticket.case)
+            ticket.payload = ticket.case.make()
+            self.quarantine.check(ticket.payload)
         except BaseException as error:  # noqa: BLE001 - as above; it is raised where the judgement was asked for
             hand_over(ticket.future, (error, False, 0.0), ticket.case)
             return False
@@ -194,7 +196,7 @@ class Dispatcher:
 
     def _share(self) -> int:
         """Return how many go into one journey so that each worker has one, and another before it."""
-        return -(-(self._slots.num_in_line + 1 + self._num_aboard) // (2 * len(self._workers)))
+        return -(-(self._slots.num_in_line + 1 + self._num_aboard) // (2 * self._slots.num_workers))
 
     async def _travel(self, worker: Worker, payload: Any, passengers: list[Ticket]) -> Item | Exception:
         """Return what came of the leader's own payload, or why the journey failed."""

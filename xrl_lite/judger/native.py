@@ -130,7 +130,9 @@ class NativeJudger(Judger):
         return self.policy.request_timeout
 
     async def complete(self, output: Any) -> JudgerOutput:
-        """Wait for the reward where sync code returned something to await for it."""
+        """Return what sync code returned; or, where that is something to await for the reward, what it comes to."""
+        if isinstance(output, dict):
+            return cast("JudgerOutput", output)
         return _accept(await within(self.request_timeout, _wait, output))
 
     @property
@@ -232,9 +234,9 @@ class _InThread:
         case = _ThreadCase(judger, state, perf_counter())
         try:
             payload = case.make()
+            job = self._thread.put(judger.score, payload, limit_s=judger.request_timeout, case=case)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything; here it turns into data
             return case.read((error, False, 0.0))
-        job = self._thread.put(judger.score, payload, limit_s=judger.request_timeout, case=case)
         try:
             found = await job.future
         except BaseException:
@@ -243,11 +245,12 @@ class _InThread:
         if type(found) is not tuple:
             return found
         output, _, run_s = cast("Item", found)
+        began = perf_counter()
         try:
-            item = await judger.complete(output), True, run_s
+            output = await judger.complete(output)
         except BaseException as error:  # noqa: BLE001 - as above
-            item = error, False, run_s
-        return case.read(item)
+            return case.read((error, False, run_s + perf_counter() - began))
+        return super(_ThreadCase, case).read((output, True, run_s + perf_counter() - began))
 
 
 class _ThreadCase(Case):

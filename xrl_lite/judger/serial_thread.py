@@ -29,6 +29,9 @@ from xrl_lite.judger.company import Case, hand_over
 from xrl_lite.judger.loop_local import LoopLocal
 from xrl_lite.judger.outcome import JudgementTimeoutError, ended_by
 from xrl_lite.judger.stopwatch import Item, running_stopwatch, unwrap
+from xrl_lite.log import get_logger
+
+logger = get_logger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -42,20 +45,18 @@ class Job:
     mail: _Mail
     case: Case | None = None
     began: float | None = None
-    is_dropped: bool = False
+    is_over: bool = False
 
 
 class _Mail:
     """Results on their way to one loop. The thread wakes the loop once for all that it has not fetched yet.
 
     One timer watches over the job that runs: it looks when that job's limit is over, and if another has begun since, at
-    the end of that one's.
+    the end of that one's. A job whose own loop has ended is watched by the next one.
     """
 
     num_expected = 0
     """Jobs in line or under way."""
-    running: Job | None = None
-    """Set by the thread."""
 
     def __init__(self, thread: weakref.ref[SerialThread]) -> None:
         self._thread = thread
@@ -67,6 +68,10 @@ class _Mail:
     def watch(self, limit_s: float) -> None:
         if not self._is_watching:
             self._watch_again(limit_s, limit_s)
+
+    def close(self, job: Job) -> None:
+        job.is_over = True
+        self.num_expected -= 1
 
     def post(self, job: Job, item: Item) -> None:
         """Called by the thread."""
@@ -83,20 +88,29 @@ class _Mail:
         self._is_announced = False  # before the jobs are fetched: what comes from now on is announced again
         while self._ended:
             job, item = self._ended.popleft()
-            if not job.is_dropped:
-                self.num_expected -= 1
+            if not job.is_over:
+                self.close(job)
                 hand_over(job.future, item, job.case)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether its loop has ended, so that nobody watches over its jobs."""
+        loop = self._loop()
+        return loop is None or loop.is_closed()
 
     def _look(self, limit_s: float) -> None:
         self._is_watching = False
-        job, thread = self.running, self._thread()
+        thread = self._thread()
         left_s = limit_s
-        if thread is not None and job is not None and job.began is not None:
-            run_s = perf_counter() - job.began
-            left_s = job.limit_s - run_s
-            if left_s <= 0:
-                thread.end(job, run_s)
-                left_s = limit_s
+        if thread is not None:
+            thread.go_on()
+            job = thread.running
+            if job is not None and job.began is not None and (job.mail is self or job.mail.is_void):
+                run_s = perf_counter() - job.began
+                left_s = job.limit_s - run_s
+                if left_s <= 0:
+                    thread.end(job, run_s)
+                    left_s = limit_s
         if self.num_expected:
             self._watch_again(left_s, limit_s)
 
@@ -113,6 +127,8 @@ class _Worker:
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_left_behind: bool = False
+    running: Job | None = None
+    """Set by the thread."""
 
 
 class SerialThread:
@@ -122,6 +138,7 @@ class SerialThread:
         self._name = name
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._worker: _Worker | None = None
+        self._replacing = threading.Lock()  # several loops may ask at the same time
         self._mail: LoopLocal[_Mail] = LoopLocal(partial(_Mail, weakref.ref(self)))
         weakref.finalize(self, self._jobs.put, None)  # lets the idle thread end
 
@@ -145,48 +162,65 @@ class SerialThread:
 
     def put(self, call: Callable[[Any], Any], argument: Any, *, limit_s: float, case: Case | None = None) -> Job:
         """Get a call in line; its future gets what comes of it, see `hand_over`. Who waits no longer must `drop` it."""
+        if self._worker is None:
+            self._start_worker()
         loop = asyncio.get_running_loop()
         mail = self._mail.get(loop)
         job = Job(call, argument, limit_s, loop.create_future(), mail, case)
         mail.num_expected += 1
         mail.watch(limit_s)
-        if self._worker is None:
-            self._start_worker()
         self._jobs.put(job)
         return job
 
     def drop(self, job: Job) -> None:
         """Have a call in line passed over; leave the thread behind that is at work on it."""
-        if not job.is_dropped:
-            job.is_dropped = True
-            job.mail.num_expected -= 1
+        if not job.is_over:
+            job.mail.close(job)
             self._leave_behind(job)
+            self.go_on()
+
+    @property
+    def running(self) -> Job | None:
+        """The call at work."""
+        return None if self._worker is None else self._worker.running
 
     def end(self, job: Job, run_s: float) -> None:
         """End a call that has run too long, if it still runs."""
         if self._leave_behind(job):
-            job.is_dropped = True
-            job.mail.num_expected -= 1
+            job.mail.close(job)
             hand_over(job.future, (_too_long(job.limit_s), False, run_s), job.case)
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Start a thread for those in line where the last one was left behind; later, if that cannot be now."""
+        try:
+            self._start_worker()
+        except RuntimeError as error:
+            logger.warning("%s: no thread can be started at the moment: %s", self._name, error)
 
     def __reduce__(self) -> tuple[type[SerialThread], tuple[str]]:
         return SerialThread, (self._name,)
 
     def _start_worker(self) -> None:
-        self._worker = _Worker()
-        threading.Thread(target=_work, args=(self._worker, self._jobs), name=self._name, daemon=True).start()
+        with self._replacing:
+            if self._worker is None:
+                worker = _Worker()
+                threading.Thread(target=_work, args=(worker, self._jobs), name=self._name, daemon=True).start()
+                self._worker = worker
 
     def _leave_behind(self, job: Job) -> bool:
         """Leave the thread behind that is at work on a call; return whether one is."""
-        worker = self._worker
-        assert worker is not None, "there is one from the first call on"
-        with worker.lock:
-            if job.mail.running is not job:  # it waits in line still, or has just ended
+        with self._replacing:
+            worker = self._worker
+            if worker is None:
                 return False
-            job.mail.running = None
-            worker.is_left_behind = True
-        self._start_worker()
-        return True
+            with worker.lock:
+                if worker.running is not job:  # it waits in line still, or has just ended
+                    return False
+                worker.running = None
+                worker.is_left_behind = True
+            self._worker = None
+            return True
 
 
 def _too_long(limit_s: float) -> JudgementTimeoutError:
@@ -198,15 +232,14 @@ def _too_long(limit_s: float) -> JudgementTimeoutError:
 
 def _work(worker: _Worker, jobs: SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
-        mail = job.mail
-        mail.running = job  # first: who drops it from now on leaves this thread behind
-        item = None if job.is_dropped else _run(job)
+        worker.running = job  # first: who drops it from now on leaves this thread behind
+        item = None if job.is_over else _run(job)
         with worker.lock:
             if worker.is_left_behind:
                 return
-            mail.running = None
+            worker.running = None
         if item is not None:
-            mail.post(job, item)
+            job.mail.post(job, item)
         del job, item
 
 

@@ -84,6 +84,11 @@ class Slots:
         return list(self._in_flight)
 
     @property
+    def num_workers(self) -> int:
+        """How many are left."""
+        return len(self._capacities) - len(self._retired)
+
+    @property
     def num_in_line(self) -> int:
         """How many wait."""
         return len(self._line)

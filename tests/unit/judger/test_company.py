@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -103,7 +104,7 @@ def _raise(error: BaseException | None) -> None:
         raise error
 
 
-def make_pool(*buses: Bus, odd: Odd | None = None, policy: JudgementPolicy | None = None) -> JudgerPool:
+def make_pool(*buses: Bus, odd: NativeJudger | None = None, policy: JudgementPolicy | None = None) -> JudgerPool:
     replicas: list[Judger] = [
         RemoteJudger(bus, "p", odd or Odd(), policy=policy, max_concurrency=1, can_take_many=True) for bus in buses
     ]
@@ -375,6 +376,95 @@ async def test_after_a_journey_that_failed_each_goes_alone_and_the_culprit_once(
     assert outcomes(judging) == [outcome if response == "c" else "ok" for response in "abcdef"]
     assert "c" in bus.journeys[0]
     assert sorted(bus.alone) == ["a", "b", "c", "d", "e", "f", "first"]
+
+
+@pytest.mark.parametrize("on_error", ["raise", "fail_sample"])
+async def test_a_hang_ends_also_after_judgements_that_were_raised_or_cancelled(on_error: Any) -> None:
+    let_go = threading.Event()
+
+    def score(response: str, label: Any, extra_info: Any) -> dict[str, Any]:
+        if response == "bad":
+            raise ValueError("mine")
+        if response == "hang":
+            let_go.wait()
+        return {"score": 1.0}
+
+    judger = NativeJudger("t", score, request_timeout=0.5, on_error=on_error)
+    try:
+        await asyncio.gather(*(judger.judge(make_state("bad")) for _ in range(3)), return_exceptions=True)
+        with pytest.raises(AssertionError, match="must have a response"):
+            await judger.judge(make_state(None))
+        cancelled = asyncio.create_task(judger.judge(make_state()))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        async with asyncio.timeout(60):
+            hanging, behind = (asyncio.create_task(judger.judge(make_state(name))) for name in ("hang", "fine"))
+            await asyncio.wait([hanging, behind])
+    finally:
+        let_go.set()
+    assert behind.result().reward == {"score": 1.0}
+    assert judger.statistics()["t"]["timeout"] == 1
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_reading_an_output_may_cancel_the_judgements_around_it(is_local: bool) -> None:
+    judging: list[asyncio.Task[RolloutState]] = []
+
+    class Stops(NativeJudger):
+        def postprocess(self, rollout_state: RolloutState, output: dict[str, Any]) -> RolloutState:
+            if rollout_state.response == "c":
+                judging[2].cancel()
+                judging[3].cancel()
+            return super().postprocess(rollout_state, output)
+
+    bus, local = Bus(lambda _: 1.0), Stops("stops", lambda response, label, extra_info: {"score": 1.0})
+    judger: Judger = local
+    if not is_local:
+        judger = make_pool(bus, odd=local)
+        await make_quick(judger, bus)
+    judging += [asyncio.create_task(judger.judge(make_state(name))) for name in "abcdef"]
+    async with asyncio.timeout(60):
+        await asyncio.wait(judging)
+    assert [task.cancelled() for task in judging] == [False, False, True, True, False, False]
+
+
+@pytest.mark.parametrize("sync_in", ["thread", "loop"])
+async def test_any_dict_is_a_reward_and_what_is_awaited_for_counts_as_run(sync_in: Any) -> None:
+    async def later() -> dict[str, Any]:
+        for _ in range(100):
+            await asyncio.sleep(0)
+        began.append(perf_counter())
+        return {"score": 2.0}
+
+    began: list[float] = []
+    judger = NativeJudger(
+        "t", lambda response, label, extra_info: OrderedDict(score=1.0) if response == "a" else later(), sync_in=sync_in
+    )
+    first, second = await judge_all(judger, ["a", "b"])
+    assert (first.reward, second.reward) == ({"score": 1.0}, {"score": 2.0})
+    judgement = second.extra_fields["judgement"]
+    assert judgement["run_s"] > judgement["queue_s"]
+
+
+async def test_a_pool_of_judgers_that_are_not_in_workers_fails_one_sample_whatever_is_raised() -> None:
+    async def score(response: str, label: Any, extra_info: Any) -> dict[str, Any]:
+        if response == "b":
+            raise SystemExit(3)
+        return {"score": 1.0}
+
+    judged = await judge_all(JudgerPool([NativeJudger("p", score)], "p"), list("abc"))
+    assert [state.extra_fields["judgement"]["outcome"] for state in judged] == ["ok", "raised", "ok"]
+
+
+async def test_of_many_states_with_one_payload_that_hangs_two_are_run_alone() -> None:
+    bus = Bus(lambda response: ActorTimeoutError("too long") if response == "hang" else 1.0)
+    pool = make_pool(bus)
+    await make_quick(pool, bus)
+    bus.error = ActorTimeoutError("too long")
+    async with crowd(pool, bus, ["hang"] * NUM_AT_ONCE) as judging:
+        pass
+    assert outcomes(judging) == ["timeout"] * NUM_AT_ONCE
+    assert bus.alone.count("hang") == 2
 
 
 async def test_what_hangs_in_a_thread_costs_itself_alone_and_is_not_run_twice() -> None:
