@@ -431,19 +431,19 @@ async def test_reading_an_output_may_cancel_the_judgements_around_it(is_local: b
 @pytest.mark.parametrize("sync_in", ["thread", "loop"])
 async def test_any_dict_is_a_reward_and_what_is_awaited_for_counts_as_run(sync_in: Any) -> None:
     async def later() -> dict[str, Any]:
+        began = perf_counter()
         for _ in range(100):
             await asyncio.sleep(0)
-        began.append(perf_counter())
+        took_s.append(perf_counter() - began)
         return {"score": 2.0}
 
-    began: list[float] = []
+    took_s: list[float] = []
     judger = NativeJudger(
         "t", lambda response, label, extra_info: OrderedDict(score=1.0) if response == "a" else later(), sync_in=sync_in
     )
     first, second = await judge_all(judger, ["a", "b"])
     assert (first.reward, second.reward) == ({"score": 1.0}, {"score": 2.0})
-    judgement = second.extra_fields["judgement"]
-    assert judgement["run_s"] > judgement["queue_s"]
+    assert second.extra_fields["judgement"]["run_s"] >= took_s[0]
 
 
 async def test_a_pool_of_judgers_that_are_not_in_workers_fails_one_sample_whatever_is_raised() -> None:
