@@ -70,7 +70,7 @@ MIB = 1 << 20
 
 def reward(response: str, label: Any, extra_info: dict[str, Any]) -> dict[str, Any]:
     """Work for 10 ms, or do what bad reward code does."""
-    match response:
+    match response.partition(" ")[0]:
         case "endless":
             while True:
                 pass
@@ -133,8 +133,8 @@ async def survive_with(submit: Callable[[str], Any], responses: Sequence[str], f
 def run_cell(contender: str, culprit: str, count: int) -> None:
     """Measure one cell of the survival table, print it as JSON, and leave without waiting for anything."""
     responses = ["healthy"] * NUM_HEALTHY
-    for place in random.Random(0).sample(range(NUM_HEALTHY), count):
-        responses.insert(place, culprit)
+    for number, place in enumerate(random.Random(0).sample(range(NUM_HEALTHY), count)):
+        responses.insert(place, f"{culprit} {number}")  # no two alike: the very same payload is run twice at most
     following = ["healthy"] * NUM_NEXT
     if contender == "xrl-lite pool":
         result = run_on_uvloop(survive_here(responses, following))
