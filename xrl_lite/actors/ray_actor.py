@@ -515,7 +515,10 @@ class RayActor:
             self._sent[call] = sent
             self._end_shell(_exit(answer))
         else:
-            self._end(*settle(call, answer, self._spec.name))
+            ending = ending_of(answer)
+            self._counts[ending] += 1  # first: whoever waits for the call may look at once
+            if not settle(call, answer, self._spec.name):
+                self._counts[ending] -= 1
         self._pump()
         self._check_idle()
 
@@ -735,13 +738,20 @@ def visit(name: str, max_pending: int, namespace: str) -> Visitor:
     return Visitor(name, max_pending, namespace)
 
 
-def settle(call: Call, answer: Reply, actor: str) -> tuple[str, bool]:
-    """End a call as its shell says; return how, and whether it had not ended before."""
+def ending_of(answer: Reply) -> str:
+    """Return how a call has ended, as its shell says."""
+    if answer.parcel is None:
+        return "cancelled"
+    return "ok" if answer.ending == "result" else "raised"
+
+
+def settle(call: Call, answer: Reply, actor: str) -> bool:
+    """End a call as its shell says; return whether it had not ended before."""
     if answer.parcel is None:  # cancelled by us, who had ended it then
-        return "cancelled", False
+        return False
     if answer.ending == "result":
-        return "ok", call.set_packed(answer.parcel.packed)
-    return "raised", call.set_exception(unpack_failure(answer.parcel.packed).error(actor, call.method))
+        return call.set_packed(answer.parcel.packed)
+    return call.set_exception(unpack_failure(answer.parcel.packed).error(actor, call.method))
 
 
 def _exit(reply: Reply) -> str:
